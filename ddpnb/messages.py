@@ -1,0 +1,177 @@
+"""All that is said about a run: one frozen dataclass per kind, and who says it.
+
+`FromWorker` crosses a rank's own pipe. `FromLauncher` is what the kernel sees from outside, since a crashed worker
+cannot speak. Nothing is sent *to* a worker yet: a stop is written on the run's shared page (`agreement.py`), and the
+kernel's end shows on the worker's lifeline.
+
+Objects of the user travel as `bytes` and are unpacked only by whoever asks for them, so that neither a decoder nor a
+fold can fail on a user's class.
+
+Runs in: both
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PhaseName = Literal["starting", "unpacking", "rendezvous", "running", "threads", "leaving"]
+"""What a worker is busy with: before its first word; loading the function; making the process group; in the function;
+waiting for non-daemon threads that the function left running; tearing down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Base of all kinds."""
+
+    time: float
+    """`time.monotonic()` of the sender: one clock for all processes of a host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMessage(Message):
+    """A message about one rank."""
+
+    rank: int
+    """Global rank."""
+
+
+# ---- from a worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(RankMessage):
+    """The worker's first word: it has its own process group, signals, lifeline and output by now."""
+
+    pid: int
+    """Process id, and id of the process group that the worker leads."""
+    device: str
+    """`str(torch.device)` the rank computes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase(RankMessage):
+    """The worker begins another part of its life."""
+
+    phase: PhaseName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics(RankMessage):
+    """Values logged under one name since the last batch; three columns of equal length."""
+
+    name: str
+    steps: bytes
+    """int64, native order."""
+    values: bytes
+    """float64, native order; nan and inf travel as they are."""
+    times: bytes
+    """float64, native order: monotonic time of each `log()` call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(RankMessage):
+    """How far one `ddpnb.progress()` loop is."""
+
+    depth: int
+    """0 for the outermost loop, 1 for one inside it, …; loops deeper than `depth` are over."""
+    done: int
+    """Items handed out and finished."""
+    total: int | None
+    """Number of items; None where the iterable has no length."""
+    description: str
+    """Word for the items, such as "epoch"; may be empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping(RankMessage):
+    """The function has been told to stop by `should_stop()`: it finishes its step, may save, and returns."""
+
+    check: int
+    """Number of the `should_stop()` call that said so, from 1; the same on all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned(RankMessage):
+    """The function returned. The only sign of success."""
+
+    value: bytes
+    """The packed value (`payload.pack`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised(RankMessage):
+    """The function, or the worker on its way to it, raised."""
+
+    phase: PhaseName
+    """What the worker was busy with."""
+    type_name: str
+    """Qualified name of the exception's type."""
+    text: str
+    """`str()` of the exception."""
+    traceback: str
+    """The traceback as Python prints it, the function's frames only."""
+    location: str | None
+    """"file:line" of the innermost frame in the user's own code; None where there is none."""
+    is_echo: bool
+    """It came out of a torch.distributed call and speaks of a peer: another rank may be the cause."""
+    exception: bytes | None
+    """The packed exception object; None where it does not survive a round trip."""
+
+
+# ---- from the launcher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output(RankMessage):
+    """Text that the rank wrote to its stdout or stderr."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited(RankMessage):
+    """The rank's process is gone."""
+
+    exitcode: int
+    """As in `multiprocessing.Process.exitcode`: negative for a signal."""
+    ended_by_us: bool
+    """The launcher had sent it a signal before."""
+    memory: int | None
+    """Resident bytes it held when last seen; None where it was never seen."""
+    oom_kills: int | None
+    """Processes that the kernel's out-of-memory killer ended in this cgroup during the run; None where unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack(RankMessage):
+    """Where a rank stands, as `faulthandler` tells it: innermost call first, no source lines."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked(Message):
+    """The kernel has asked the workers to end."""
+
+    how: Literal["stop", "kill"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted(Message):
+    """Something the user should know: an option without effect, a slower way taken."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended(Message):
+    """Nothing of the run is left: every worker is gone, every pipe drained."""
+
+    problem: str | None
+    """Why the run could not be launched or followed; None for a run that ended by itself."""
+
+
+FromWorker = Started | Phase | Metrics | Progress | Stopping | Returned | Raised
+FromLauncher = Output | Exited | Stack | Asked | Noted | Ended
+AnyMessage = FromWorker | FromLauncher

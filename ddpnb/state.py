@@ -1,0 +1,271 @@
+"""What is known of a run: `RunState`, and `fold(state, message)` which is all that ever changes it.
+
+Pure seen from outside: no thread, no process, no torch, and the same messages give the same state, so that a view is
+tested with a list of messages and a run can be replayed. Inside, curves and output are append-only and bounded, so
+that folding the millionth message costs what the first did.
+
+Runs in: kernel
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, assert_never
+
+from .messages import (
+    AnyMessage,
+    Asked,
+    Ended,
+    Exited,
+    Metrics,
+    Noted,
+    Output,
+    Phase,
+    PhaseName,
+    Progress,
+    Raised,
+    RankMessage,
+    Returned,
+    Stack,
+    Started,
+    Stopping,
+)
+from .series import Series
+
+Status = Literal["starting", "running", "stopping", "finished", "failed", "stopped", "killed"]
+
+OUTPUT_LIMIT = 1_000_000
+"""Characters of output kept per rank; the oldest go first, and it is said."""
+
+CAUSE_SETTLES = 0.1
+"""Seconds that peers have to report once a cause is known."""
+ECHO_SETTLES = 0.5
+"""Seconds in which a cause may still follow, where only echoes are known."""
+
+_SIGABRT = -6
+
+
+class OutputTail:
+    """The last `OUTPUT_LIMIT` characters that a rank wrote."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[str] = deque()
+        self._kept = 0
+        self.num_dropped = 0
+        """Characters that had to go."""
+
+    def append(self, text: str) -> None:
+        """Add text at the end."""
+        self._chunks.append(text)
+        self._kept += len(text)
+        while self._kept > OUTPUT_LIMIT and len(self._chunks) > 1:
+            dropped = len(self._chunks.popleft())
+            self._kept -= dropped
+            self.num_dropped += dropped
+
+    def text(self) -> str:
+        """All that is kept; says first how much is not."""
+        note = f"[{self.num_dropped:,} earlier characters dropped]\n" if self.num_dropped else ""
+        return note + "".join(self._copy())
+
+    def lines(self, count: int) -> list[str]:
+        """The last `count` lines, for a view: cost does not grow with what is kept."""
+        recent, length = [], 0
+        for chunk in reversed(self._copy()):
+            recent.append(chunk)
+            length += chunk.count("\n")
+            if length > count:
+                break
+        return "".join(reversed(recent)).splitlines()[-count:]
+
+    def _copy(self) -> tuple[str, ...]:
+        while True:
+            try:
+                return tuple(self._chunks)
+            except RuntimeError:  # the folding thread appended meanwhile
+                continue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """What is known of one rank."""
+
+    rank: int
+    output: OutputTail = field(default_factory=OutputTail)
+    pid: int | None = None
+    """None before its first word."""
+    device: str | None = None
+    """None before its first word."""
+    phase: PhaseName = "starting"
+    progress: tuple[Progress, ...] = ()
+    """Loops under way, outermost first."""
+    stopping: Stopping | None = None
+    """Set once it has acknowledged a stop."""
+    returned: Returned | None = None
+    raised: Raised | None = None
+    exited: Exited | None = None
+    """None while its process lives."""
+    stack: str | None = None
+    """Where it stood when last asked; None where it was never asked or did not answer."""
+
+    @property
+    def has_reported(self) -> bool:
+        """Nothing more is to be expected of this rank."""
+        return self.returned is not None or self.raised is not None or self.exited is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What is known of a run. `history` and each rank's `output` grow in place; all else is replaced."""
+
+    name: str
+    world_size: int
+    backend: str | None
+    ranks: tuple[RankState, ...]
+    """By position: this node's ranks."""
+    cells: Mapping[str, str] = field(default_factory=dict)  # {file name of a cell's code: "Cell In[3]"}
+    history: dict[str, dict[int, Series]] = field(default_factory=dict)  # {name: {rank: its points}}
+    started: float = 0.0
+    """Monotonic time of the launch."""
+    ended: float | None = None
+    """Monotonic time at which nothing was left; None while something is."""
+    asked: Literal["stop", "kill"] | None = None
+    """What the kernel has asked of the workers."""
+    notes: tuple[str, ...] = ()
+    problem: str | None = None
+    """Why the run could not be launched or followed."""
+    first_failure: Failure | None = None
+    """The failure to blame as far as is known; None while all is well, and for what ends by our hand."""
+
+    @property
+    def status(self) -> Status:
+        """One word for where the run is."""
+        if self.ended is None:
+            if self.asked or self.first_failure:
+                return "stopping"
+            return "running" if all(rank.phase not in ("starting", "unpacking", "rendezvous") for rank in self.ranks) else "starting"
+        if self.first_failure or self.problem:
+            return "failed"
+        if all(rank.returned for rank in self.ranks):
+            return "finished"
+        return "killed" if self.asked == "kill" else "stopped"
+
+    def rank(self, rank: int) -> RankState:
+        """The state of one global rank."""
+        return self.ranks[rank - self.ranks[0].rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a rank failed: by an exception, or by a death without a word."""
+
+    witness: Raised | Exited
+    is_echo: bool
+    """Another rank's failure may have brought it about."""
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.witness.rank
+
+    @property
+    def time(self) -> float:
+        """Monotonic time."""
+        return self.witness.time
+
+    @property
+    def is_silent(self) -> bool:
+        """The rank died without a word."""
+        return isinstance(self.witness, Exited)
+
+
+def new_state(
+    name: str, world_size: int, *, backend: str | None, started: float, cells: Mapping[str, str] | None = None
+) -> RunState:
+    """The state before any message."""
+    ranks = tuple(RankState(rank=rank) for rank in range(world_size))
+    return RunState(name=name, world_size=world_size, backend=backend, ranks=ranks, started=started, cells=cells or {})
+
+
+def fold(state: RunState, message: AnyMessage) -> RunState:
+    """The state after `message`."""
+    match message:
+        case Started():
+            return _with_rank(state, message, pid=message.pid, device=message.device)
+        case Phase():
+            return _with_rank(state, message, phase=message.phase)
+        case Output():
+            state.rank(message.rank).output.append(message.text)
+            return state
+        case Metrics():
+            series = state.history.setdefault(message.name, {}).setdefault(message.rank, Series())
+            series.extend(message.steps, message.values, message.times)
+            return state
+        case Progress():
+            outer = state.rank(message.rank).progress[: message.depth]
+            return _with_rank(state, message, progress=(*outer, message))
+        case Stopping():
+            return _with_rank(state, message, stopping=message)
+        case Returned():
+            return _with_rank(state, message, returned=message)
+        case Raised():
+            return _blamed(_with_rank(state, message, raised=message))
+        case Exited():
+            return _blamed(_with_rank(state, message, exited=message))
+        case Stack():
+            return _with_rank(state, message, stack=message.text)
+        case Asked():
+            # A kill outranks the stop before it.
+            return replace(state, asked="kill" if state.asked == "kill" else message.how)
+        case Noted():
+            return replace(state, notes=(*state.notes, message.text))
+        case Ended():
+            return replace(state, ended=message.time, problem=message.problem)
+        case _:
+            assert_never(message)
+
+
+def failures(state: RunState) -> list[Failure]:
+    """All failures known, the one to blame first.
+
+    A failure is a *cause* or an *echo*. The earliest cause is blamed: an exception, or a death without a word.
+    Without one a SIGABRT, since NCCL's watchdog aborts the healthy ranks after a peer's failure; then the earliest
+    echo.
+    """
+    found = []
+    for rank in state.ranks:
+        if rank.raised:
+            found.append(Failure(rank.raised, rank.raised.is_echo))
+        elif rank.exited and not rank.returned and not rank.exited.ended_by_us:
+            found.append(Failure(rank.exited, rank.exited.exitcode == _SIGABRT))
+    return sorted(found, key=lambda failure: (failure.is_echo, failure.is_echo and not failure.is_silent, failure.time, failure.rank))
+
+
+def settles_at(state: RunState) -> float | None:
+    """Monotonic time at which the blame is settled; None while nothing has failed.
+
+    In the past once every rank has reported.
+    """
+    found = failures(state)
+    if not found:
+        return None
+    first = found[0]
+    if all(rank.has_reported for rank in state.ranks):
+        return first.time
+    return first.time + (ECHO_SETTLES if first.is_echo and not first.is_silent else CAUSE_SETTLES)
+
+
+def _blamed(state: RunState) -> RunState:
+    if state.asked:
+        # What a function raises while it is told to end, and what our own signals do, is no failure of the run.
+        return state
+    found = failures(state)
+    return replace(state, first_failure=found[0] if found else None)
+
+
+def _with_rank(state: RunState, message: RankMessage, **changes: object) -> RunState:
+    position = message.rank - state.ranks[0].rank
+    changed = replace(state.ranks[position], **changes)  # type: ignore[arg-type]
+    return replace(state, ranks=(*state.ranks[:position], changed, *state.ranks[position + 1 :]))

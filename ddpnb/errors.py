@@ -53,7 +53,14 @@ class WorkerError(Exception):
 
 
 # Mixing ours with these breaks who catches them: the interpreter's own control flow, `await`, generators.
-_UNMIXABLE = ("SystemExit", "KeyboardInterrupt", "GeneratorExit", "StopIteration", "StopAsyncIteration", "CancelledError")
+_UNMIXABLE = {
+    "SystemExit",
+    "KeyboardInterrupt",
+    "GeneratorExit",
+    "StopIteration",
+    "StopAsyncIteration",
+    "CancelledError",
+}
 
 
 def worker_error(report: str, *, rank: int, exitcode: int | None, cause: BaseException | None) -> WorkerError:

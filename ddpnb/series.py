@@ -78,8 +78,9 @@ class Series:
     def extend(self, steps: bytes, values: bytes, times: bytes) -> None:
         """Append a batch: int64 steps, float64 values, float64 monotonic times, of equal length."""
         new_steps, new_values, new_times = array("q", steps), array("d", values), array("d", times)
-        for column, new in zip(self._columns, (new_steps, new_values, new_times), strict=True):
-            column.extend(new)
+        self._columns[0].extend(new_steps)
+        self._columns[1].extend(new_values)
+        self._columns[2].extend(new_times)
         self.num_points += len(new_values)
         self._add_to_envelope(new_steps, new_values)
         if len(self) > LIMIT:
@@ -128,7 +129,7 @@ class Series:
             begin = end
 
     def _halve(self) -> None:
-        """Merge neighbours: half as many buckets, each twice as wide. The number of buckets is even and all are full."""
+        """Merge neighbours: half as many buckets, each twice as wide. Their number is even, and all are full."""
         pairs: Iterator[Bucket] = iter(self._buckets)
         self._buckets = [earlier.merge(later) for earlier, later in zip(pairs, pairs, strict=True)]
         self._width *= 2

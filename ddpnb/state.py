@@ -45,6 +45,7 @@ ECHO_SETTLES = 0.5
 """Seconds in which a cause may still follow, where only echoes are known."""
 
 _SIGABRT = -6
+_BEFORE_THE_FUNCTION: tuple[PhaseName, ...] = ("starting", "unpacking", "rendezvous")
 
 
 class OutputTail:
@@ -145,7 +146,7 @@ class RunState:
         if self.ended is None:
             if self.asked or self.first_failure:
                 return "stopping"
-            return "running" if all(rank.phase not in ("starting", "unpacking", "rendezvous") for rank in self.ranks) else "starting"
+            return "starting" if any(rank.phase in _BEFORE_THE_FUNCTION for rank in self.ranks) else "running"
         if self.first_failure or self.problem:
             return "failed"
         if all(rank.returned for rank in self.ranks):
@@ -240,7 +241,11 @@ def failures(state: RunState) -> list[Failure]:
             found.append(Failure(rank.raised, rank.raised.is_echo))
         elif rank.exited and not rank.returned and not rank.exited.ended_by_us:
             found.append(Failure(rank.exited, rank.exited.exitcode == _SIGABRT))
-    return sorted(found, key=lambda failure: (failure.is_echo, failure.is_echo and not failure.is_silent, failure.time, failure.rank))
+    return sorted(found, key=_innocence)
+
+
+def _innocence(failure: Failure) -> tuple[bool, bool, float, int]:
+    return failure.is_echo, failure.is_echo and not failure.is_silent, failure.time, failure.rank
 
 
 def settles_at(state: RunState) -> float | None:

@@ -1,0 +1,380 @@
+"""What a training function may ask and say: `rank()`, `device()`, `log()`, `progress()`, `should_stop()` …
+
+A *session* stands behind these functions: in a worker it speaks to the kernel through the rank's own pipe, in place
+(`nproc_per_node=0`) straight to the run's state. Without one, outside of a launched function, they answer as in a
+world of one process.
+
+`log()` only appends to a deque. A thread empties it four times a second: it counts steps, packs columns and sends, so
+that the training step pays about a microsecond, whatever happens at the other end.
+
+Runs in: worker (and in the kernel for a run in place)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import warnings
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from .agreement import Page
+from .messages import FromWorker, Metrics, Progress, Stopping
+from .world import World
+
+if TYPE_CHECKING:
+    import torch
+
+Item = TypeVar("Item")
+
+FLUSH_INTERVAL = 0.25
+"""Seconds between batches: a value shows within half a second even where a step takes minutes."""
+
+_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Send(Protocol):
+    """Takes messages, in order."""
+
+    def __call__(self, *messages: FromWorker) -> None:
+        """Send them."""
+
+
+# ---- what a training function calls
+
+
+def rank() -> int:
+    """Global rank of this process, 0 … world_size - 1."""
+    return _place().rank
+
+
+def local_rank() -> int:
+    """Rank of this process among those of its node."""
+    return _place().local_rank
+
+
+def world_size() -> int:
+    """Number of processes on all nodes."""
+    return _place().world_size
+
+
+def local_world_size() -> int:
+    """Number of processes on this node."""
+    return _place().local_world_size
+
+
+def node_rank() -> int:
+    """Number of this node, 0 … nnodes - 1."""
+    return _place().node_rank
+
+
+def is_rank_zero() -> bool:
+    """Whether this is global rank 0, the one that prints and writes for all."""
+    return _place().rank == 0
+
+
+def device() -> torch.device:
+    """The device this rank computes on: its own GPU where every worker has one, else the CPU."""
+    import torch
+
+    if _session is not None:
+        return torch.device(_session.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any) -> None:
+    """Report numbers of this rank; the view draws a curve for each name, and `run.history` keeps them.
+
+        ddpnb.log(loss=loss)                       # a tensor of one element, on any device
+        ddpnb.log({"loss/train": 0.31}, step=120)
+
+    The device is never synchronised: a GPU tensor is copied while the step goes on and read when it has arrived.
+
+    Args:
+        values: {name: value}, for names that are no Python identifiers.
+        step: where on the x axis. None: the current step, which is how often the most logged name was logged before:
+            a loss logged at each step counts the steps, an accuracy logged once an epoch stands where the loss is.
+        named: values by name; numbers, or tensors or arrays of one element.
+
+    Raises:
+        TypeError: a value is no number.
+        ValueError: a tensor has more than one element.
+    """
+    if values is not None:
+        named = {**values, **named}
+    session = _session or _outside()
+    for name, value in named.items():
+        if value.__class__ is not float:
+            named[name] = session.number(name, value)
+    session.records.append((step, time.monotonic(), named))
+
+
+def progress(iterable: Iterable[Item], description: str = "", *, total: int | None = None) -> Iterable[Item]:
+    """Iterate, and show how far this rank is; loops may be nested.
+
+        for epoch in ddpnb.progress(range(epochs), "epoch"):
+            for inputs, targets in ddpnb.progress(loader, "step"):
+
+    Args:
+        iterable: anything that can be iterated.
+        description: a word for its items.
+        total: number of items; None: `len(iterable)` where it has one.
+    """
+    return _Loop(iterable, description, total)
+
+
+def should_stop() -> bool:
+    """Whether the run is to end: ask once per step, and return (after saving what is worth it) when it says True.
+
+    All ranks get the same answer at the same call, so none is left waiting in a collective; call it equally often on
+    every rank. Costs a few microseconds and no communication.
+    """
+    return _session.should_stop() if _session is not None else False
+
+
+# ---- behind them
+
+
+class Session:
+    """One process's link to its run, from before the function is called until after it has ended.
+
+    Args:
+        place: where this process stands.
+        device: `str(torch.device)` to compute on.
+        send: takes messages for the kernel; called from the session's thread and from the function's.
+        page: the run's shared page; None where nobody can ask for a stop.
+    """
+
+    def __init__(self, place: World, device: str, send: Send, page: Page | None) -> None:
+        self.place = place
+        self.device = device
+        self.records: deque[tuple[int | None, float, dict[str, Any]]] = deque()  # (step, time, {name: value})
+        self.loops: list[_Loop[Any]] = []  # under way or just over, outermost first
+        self._send = send
+        self._page = page
+        self._flushing = threading.Lock()
+        self._counts: dict[str, int] = {}  # {name: how often it was logged without a step}
+        self._current_step = 0
+        self._stopping = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._flush_regularly, name="ddpnb-session", daemon=True)
+
+    def __enter__(self) -> Session:
+        global _session
+        _session = self
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Send what is left. Nothing that was logged is lost, and the thread is gone."""
+        global _session
+        self._closed.set()
+        self._thread.join()
+        self.flush(wait=True)
+        _session = None
+
+    def number(self, name: str, value: Any) -> Any:
+        """`value` as a float, or as a copy on its way from a GPU that `_arrived` can read."""
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                shape = tuple(value.shape)
+                raise ValueError(f"log({name}=…): a tensor of shape {shape} is not one number; log its mean() or sum()")
+            if value.device.type == "cpu":
+                return value.item()  # at once: the caller may change it in place
+            return _OnItsWay(value)
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            kind = type(value).__name__
+            raise TypeError(
+                f"log({name}=…) takes a number or a tensor of one element, not {value!r} ({kind})"
+            ) from None
+
+    def should_stop(self) -> bool:
+        """As the function of this name."""
+        page = self._page
+        if page is None or not page.check(self.place.local_rank):
+            return False
+        if not self._stopping:
+            self._stopping = True
+            check = page.num_checks(self.place.local_rank)
+            self._send(Stopping(rank=self.place.rank, time=time.monotonic(), check=check))
+        return True
+
+    def flush(self, *, wait: bool = False) -> None:
+        """Send what was logged and how far the loops are.
+
+        Args:
+            wait: also for values that are still on their way from a GPU.
+        """
+        with self._flushing:
+            messages: list[FromWorker] = [*self._metrics(wait), *self._progress()]
+            if messages:
+                self._send(*messages)
+        if self._page is not None:
+            self._page.note_memory(self.place.local_rank, resident_bytes())
+
+    def _flush_regularly(self) -> None:
+        while not self._closed.wait(FLUSH_INTERVAL):
+            self.flush()
+
+    def _metrics(self, wait: bool) -> Iterator[Metrics]:
+        columns: dict[str, tuple[array[int], array[float], array[float]]] = {}
+        while self.records:
+            step, moment, named = self.records[0]
+            if not wait and not all(map(_has_arrived, named.values())):
+                break  # later ones wait too: order is kept
+            self.records.popleft()
+            at = self._step_of(named) if step is None else step
+            for name, value in named.items():
+                steps, values, times = columns.setdefault(name, (array("q"), array("d"), array("d")))
+                steps.append(at)
+                values.append(value if value.__class__ is float else value.read())
+                times.append(moment)
+        now = time.monotonic()
+        for name, (steps, values, times) in columns.items():
+            yield Metrics(
+                rank=self.place.rank,
+                time=now,
+                name=name,
+                steps=steps.tobytes(),
+                values=values.tobytes(),
+                times=times.tobytes(),
+            )
+
+    def _step_of(self, named: dict[str, Any]) -> int:
+        for name in named:
+            count = self._counts[name] = self._counts.get(name, -1) + 1
+            self._current_step = max(self._current_step, count)
+        return self._current_step
+
+    def _progress(self) -> Iterator[Progress]:
+        for depth, loop in enumerate(self.loops[:]):
+            done = loop.done
+            if done != loop.sent:
+                loop.sent = done
+                yield Progress(
+                    rank=self.place.rank,
+                    time=time.monotonic(),
+                    depth=depth,
+                    done=done,
+                    total=loop.total,
+                    description=loop.description,
+                )
+
+
+class _Loop(Iterable[Item]):
+    """An iterable that counts what was taken from it."""
+
+    def __init__(self, iterable: Iterable[Item], description: str, total: int | None) -> None:
+        self.description = description
+        self.total = total if total is not None else _length(iterable)
+        self.done = 0
+        self.sent: int | None = None
+        """What was last said of it; None: nothing."""
+        self._iterable = iterable
+        self._is_over = False
+
+    def __len__(self) -> int:
+        if self.total is None:
+            raise TypeError(f"{type(self._iterable).__name__} has no length")
+        return self.total
+
+    def __iter__(self) -> Iterator[Item]:
+        session = _session
+        self.done, self.sent, self._is_over = 0, None, False
+        if session is not None:
+            # Loops that are over stay until another takes their place: the view shows how they ended.
+            session.loops = [*(loop for loop in session.loops if not loop._is_over), self]
+        try:
+            for item in self._iterable:
+                yield item
+                self.done += 1
+        finally:
+            self._is_over = True
+
+
+class _OnItsWay:
+    """One number of a GPU, copied without waiting for the device."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        import torch
+
+        self._copy = value.detach().to("cpu", non_blocking=True)  # into pinned memory: torch does so for this call
+        self._event = torch.Event(value.device)
+        self._event.record()
+
+    def has_arrived(self) -> bool:
+        return self._event.query()
+
+    def read(self) -> float:
+        self._event.synchronize()  # at the end of a run the last values are waited for
+        return float(self._copy)
+
+
+class _NoRecords(deque[Any]):
+    """Takes what is logged where nobody listens."""
+
+    def append(self, record: object, /) -> None:
+        pass
+
+
+_session: Session | None = None
+"""This process's session; None outside of a launched function."""
+
+_nobody = Session(World(), "cpu", lambda *_: None, None)
+_nobody.records = _NoRecords()
+
+
+def _outside() -> Session:
+    warnings.warn("ddpnb.log() outside of a launched function: the values go nowhere", stacklevel=3)
+    return _nobody
+
+
+def current_session() -> Session | None:
+    """This process's session; None outside of a launched function."""
+    return _session
+
+
+def _place() -> World:
+    return _session.place if _session is not None else _nobody.place
+
+
+def _has_arrived(value: Any) -> bool:
+    return value.__class__ is float or value.has_arrived()
+
+
+def _length(iterable: object) -> int | None:
+    try:
+        return len(iterable)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def resident_bytes() -> int:
+    """Bytes of memory this process holds now; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE_SIZE
+    except OSError:
+        return 0
+
+
+def _drop_session_in_child() -> None:
+    """A forked grandchild, a DataLoader worker say, inherits the session but not its thread: it must not speak."""
+    global _session
+    if _session is not None:
+        _session.records = _NoRecords()
+        _session._send = _say_nothing
+
+
+def _say_nothing(*_: FromWorker) -> None:
+    pass
+
+
+os.register_at_fork(after_in_child=_drop_session_in_child)

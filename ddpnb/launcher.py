@@ -1,0 +1,546 @@
+"""Start workers, hear them, notice a death, end all of them.
+
+One thread per run tells that story, in `_Supervisor.run`. It creates the workers and outlives them (Linux takes a
+creating *thread's* end for the parent's), drains every rank's pipes without ever waiting for one, folds what it hears,
+and decides nothing by the order in which processes happen to exit: `state.py` does.
+
+Runs in: kernel
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from signal import Signals
+from typing import Literal
+
+from . import runtime, server, worker
+from .agreement import Page
+from .channel import Inbox, OutputReader, pipe
+from .messages import AnyMessage, Asked, Ended, Exited, Noted, Output, Stack
+from .payload import Parcel
+from .plan import Plan, StartMethod
+from .state import RankState, RunState, fold, settles_at
+from .world import World
+
+Method = Literal["stop", "kill"]
+
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+NEVER_ASKED_GRACE = 0.2
+"""Seconds that a rank which never asked `should_stop()` has before SIGTERM."""
+TERM_TO_KILL = 0.5
+"""Seconds from SIGTERM to SIGKILL."""
+SILENT_GRACE = (1.0, 30.0)
+"""Least and most seconds that a rank which did ask may take to its next question: three of its usual intervals."""
+
+_TICK = 0.02  # seconds between looks at the clock while something has a deadline
+_FLOOD = 1 << 18  # bytes of output in one read that make the reader leave this rank alone for a tick
+_MESSAGES_PIPE = 1 << 18
+_OUTPUT_PIPE = 1 << 18
+
+
+class Supervisor:
+    """The workers of one run, and the thread that looks after them.
+
+    Args:
+        plan: what to start.
+        parcel: the packed call.
+        state: the state to begin from.
+        on_change: called in the supervisor's thread with each new state; must be quick and must not raise.
+    """
+
+    def __init__(self, plan: Plan, parcel: Parcel, state: RunState, on_change: Callable[[RunState], None]) -> None:
+        self.state = state
+        self._plan = plan
+        self._parcel: Parcel | None = parcel
+        self._on_change = on_change
+        self._workers: list[_Worker] = []
+        self._page = Page.create(plan.world_size)
+        self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=runtime.folder()))
+        self._wakeup = _Wakeup()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._wakeup.clear)
+        self._muted: list[_Worker] = []  # ranks that flood: their output is left alone for a tick
+        self._requests: list[Method | Literal["stacks"]] = []
+        self._stop_asked: float | None = None
+        self._has_asked_stacks = False
+        self._oom_kills = _num_oom_kills()
+        self._thread = threading.Thread(target=self._run, name=f"ddpnb-run-{plan.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        _live.add(self)
+        self._thread.start()
+
+    def ask(self, how: Method | Literal["stacks"]) -> None:
+        """Have the workers stopped or killed, or asked where they stand. From any thread; returns at once."""
+        self._requests.append(how)
+        self._wakeup.set()
+
+    def join(self) -> None:
+        """Wait until the thread is gone; it ends right after the state says `ended`."""
+        self._thread.join()
+
+    def kill_now(self) -> None:
+        """End all workers from any thread, without a word: the kernel itself is leaving."""
+        for each in self._workers[:]:
+            each.signal(signal.SIGKILL)
+
+    # ---- the story
+
+    def _run(self) -> None:
+        problem = None
+        try:
+            self._start_workers()
+            self._decide()
+            while any(each.is_alive for each in self._workers):
+                self._hear()
+                self._decide()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            self._end_workers()
+            self._selector.close()
+            self._page.close()
+            self._wakeup.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            _live.discard(self)
+            self._tell(Ended(time=time.monotonic(), problem=problem))
+
+    def _start_workers(self) -> None:
+        plan = self._plan
+        assert self._parcel is not None
+        payload = self._parcel.to_file()
+        self._parcel = None  # the buffers it refers to are the user's, who may want the memory back
+        listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, plan.world_size))
+        try:
+            if plan.start_method == "forkserver":
+                self._await_server()
+            for rank in range(plan.world_size):
+                if "kill" in self._requests or (self._stop_asked is None and "stop" in self._requests):
+                    break
+                self._add(self._start_worker(rank, payload, listener))
+        finally:
+            os.close(payload)
+            listener.close()  # rank 0 has its own descriptor; a peer's connection waits in the backlog until it serves
+
+    def _await_server(self) -> None:
+        note = server.ensure(self._plan.env)
+        if note:
+            self._tell(Noted(time=time.monotonic(), text=note))
+        while not server.is_ready() and not self._requests:
+            self._wakeup.wait(_TICK)
+
+    def _start_worker(self, rank: int, payload: int, listener: socket.socket) -> _Worker:
+        """Start one worker; it gets its own pipes only, so that a rank that dies closes them."""
+        plan = self._plan
+        world = World(
+            rank=rank,
+            local_rank=rank,
+            world_size=plan.world_size,
+            local_world_size=plan.world_size,
+            master_port=listener.getsockname()[1],
+        )
+        with _Pipes() as pipes:
+            descriptors = worker.Descriptors(
+                payload=payload,
+                page=self._page.descriptor,
+                messages=pipes.messages[1],
+                output=pipes.output[1],
+                stacks=pipes.stacks[1],
+                lifeline=pipes.lifeline[0],
+                listener=listener.fileno() if rank == 0 else None,
+            )
+            seat = worker.Seat(
+                world=world,
+                device=plan.devices[rank],
+                backend=plan.backend,
+                timeout=plan.timeout,
+                threads=plan.threads,
+                environment=_private_interfaces() | dict(plan.env),
+                folder=str(self._folder),
+                kernel_pid=os.getpid(),
+                descriptors=descriptors,
+            )
+            process = _start_process(seat, plan)
+        return _Worker(rank, process, _sentinel(process, plan.start_method), pipes)
+
+    def _add(self, each: _Worker) -> None:
+        self._workers.append(each)
+        register = self._selector.register
+        register(each.inbox.descriptor, selectors.EVENT_READ, partial(self._hear_messages, each))
+        register(each.output.descriptor, selectors.EVENT_READ, partial(self._hear_output, each))
+        register(each.stacks.descriptor, selectors.EVENT_READ, partial(self._hear_stack, each))
+        register(each.sentinel, selectors.EVENT_READ, partial(self._bury, each))
+
+    # ---- hearing
+
+    def _hear(self) -> None:
+        has_deadline = self.state.asked or self.state.first_failure or self._muted
+        for key, _ in self._selector.select(_TICK if has_deadline else None):
+            if key.fd in self._selector.get_map():  # an earlier one of this round may have buried the rank
+                key.data()
+        for each in self._muted:
+            if each.is_alive:
+                self._selector.register(each.output.descriptor, selectors.EVENT_READ, partial(self._hear_output, each))
+        self._muted = []
+
+    def _hear_messages(self, each: _Worker) -> None:
+        self._tell(*each.inbox.read())
+        if each.inbox.has_ended:
+            self._selector.unregister(each.inbox.descriptor)
+
+    def _hear_output(self, each: _Worker) -> None:
+        text = each.output.read(_FLOOD)
+        if text:
+            self._tell(Output(rank=each.rank, time=time.monotonic(), text=text))
+        if each.output.has_ended:
+            self._selector.unregister(each.output.descriptor)
+        elif len(text) >= _FLOOD // 2:
+            self._selector.unregister(each.output.descriptor)
+            self._muted.append(each)
+
+    def _hear_stack(self, each: _Worker) -> None:
+        each.stack += each.stacks.read()
+        if each.stacks.has_ended:
+            self._selector.unregister(each.stacks.descriptor)
+        # The outermost frame is the last that faulthandler writes.
+        if worker.__file__ in each.stack and each.stack.endswith("\n"):
+            self._tell(Stack(rank=each.rank, time=time.monotonic(), text=each.stack))
+            each.stack = ""
+
+    def _bury(self, each: _Worker) -> None:
+        """The process is gone: end what it started, take its last words, and say so."""
+        exitcode = each.exitcode()
+        if exitcode is None:
+            return
+        each.is_alive = False
+        each.signal(signal.SIGKILL)
+        self._tell(*self._last_words(each))
+        memory = self._page.memory(each.rank)
+        oom_kills = _difference(_num_oom_kills(), self._oom_kills)
+        self._tell(
+            Exited(
+                rank=each.rank,
+                time=time.monotonic(),
+                exitcode=exitcode,
+                ended_by_us=each.was_signalled,
+                memory=memory,
+                oom_kills=oom_kills,
+            )
+        )
+        for descriptor in each.descriptors():
+            if descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
+        each.close()
+
+    def _last_words(self, each: _Worker) -> Iterator[AnyMessage]:
+        # Until nothing is there *now*: a grandchild may hold the pipe, and its end may never come.
+        while text := each.output.read():
+            yield Output(rank=each.rank, time=time.monotonic(), text=text)
+        while messages := each.inbox.read():
+            yield from messages
+
+    def _tell(self, *messages: AnyMessage) -> None:
+        for message in messages:
+            self.state = fold(self.state, message)
+        if messages:
+            self._on_change(self.state)
+
+    # ---- deciding
+
+    def _decide(self) -> None:
+        now = time.monotonic()
+        self._take_requests(now)
+        living = [each for each in self._workers if each.is_alive]
+        if self.state.asked == "kill" or all(self._of(each).has_reported for each in living):
+            # Nobody has more to say: those who returned or raised wait for this.
+            self._signal(living, signal.SIGKILL)
+        elif self.state.asked == "stop":
+            self._press_to_stop(living, now)
+        elif self.state.first_failure:
+            self._settle_failure(living, now)
+
+    def _take_requests(self, now: float) -> None:
+        while self._requests:
+            how = self._requests.pop(0)
+            if how == "stacks":
+                self._ask_stacks()
+                continue
+            self._tell(Asked(time=now, how=how))
+            if how == "stop" and self._stop_asked is None:
+                self._stop_asked = now
+                self._page.ask_to_stop()
+
+    def _press_to_stop(self, living: list[_Worker], now: float) -> None:
+        assert self._stop_asked is not None
+        waited = now - self._stop_asked
+        for each in living:
+            if self._of(each).has_reported:
+                continue
+            patience = self._patience(each)
+            if waited > patience + TERM_TO_KILL:
+                self._signal([each], signal.SIGKILL)
+            elif waited > patience and not each.was_signalled:
+                self._signal([each], signal.SIGTERM)
+
+    def _patience(self, each: _Worker) -> float:
+        """Seconds that this rank has from the asking until SIGTERM."""
+        if self._of(each).stopping:
+            return self._plan.stop_timeout
+        if not self._page.num_checks(each.rank):
+            return NEVER_ASKED_GRACE
+        least, most = SILENT_GRACE
+        return min(most, max(least, 3 * (self._page.check_interval(each.rank) or 0.0)))
+
+    def _settle_failure(self, living: list[_Worker], now: float) -> None:
+        settles = settles_at(self.state)
+        if not self._has_asked_stacks:
+            self._has_asked_stacks = True
+            self._ask_stacks()
+        if settles is not None and now >= settles:
+            self._signal(living, signal.SIGKILL)
+
+    def _ask_stacks(self) -> None:
+        for each in self._workers:
+            state = self._of(each)
+            if each.is_alive and state.pid is not None and not state.has_reported:
+                each.signal_alone(signal.SIGUSR1)
+
+    def _signal(self, workers: list[_Worker], number: Signals) -> None:
+        for each in workers:
+            each.was_signalled = True
+            each.signal(number)
+
+    def _end_workers(self) -> None:
+        """Whatever happened, nobody stays."""
+        living = [each for each in self._workers if each.is_alive]
+        self._signal(living, signal.SIGKILL)
+        for each in living:
+            each.process.join()
+            self._bury(each)
+
+    def _of(self, each: _Worker) -> RankState:
+        return self.state.rank(each.rank)
+
+
+# ---- one worker, seen from the kernel
+
+
+class _Pipes:
+    """The pipes of one worker: (read end, write end) each. The `with` block is the start of the worker.
+
+    After it the kernel's ends are left open, and the worker's are closed: it has its own. If the start fails, all are.
+    """
+
+    def __init__(self) -> None:
+        self.messages = pipe(_MESSAGES_PIPE)
+        self.output = pipe(_OUTPUT_PIPE)
+        self.stacks = os.pipe()
+        self.lifeline = os.pipe()
+        self._kernels = {self.messages[0], self.output[0], self.stacks[0], self.lifeline[1]}
+        self._workers = {self.messages[1], self.output[1], self.stacks[1], self.lifeline[0]}
+
+    def __enter__(self) -> _Pipes:
+        _kernel_ends.update(self._kernels)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for descriptor in self._workers:
+            os.close(descriptor)
+        if kind is not None:
+            self.close()
+
+    def close(self) -> None:
+        """Close the kernel's ends; the lifeline's end is the worker's."""
+        _kernel_ends.difference_update(self._kernels)
+        for descriptor in self._kernels:
+            os.close(descriptor)
+
+
+class _Worker:
+    """A worker's process and the kernel's ends of its pipes."""
+
+    def __init__(self, rank: int, process: BaseProcess, sentinel: int, pipes: _Pipes) -> None:
+        assert process.pid is not None
+        self.rank = rank
+        self.process = process
+        self.pid = process.pid
+        self.sentinel = sentinel
+        self.inbox = Inbox(pipes.messages[0])
+        self.output = OutputReader(pipes.output[0])
+        self.stacks = OutputReader(pipes.stacks[0])
+        self.stack = ""
+        """What has arrived of a dump."""
+        self.is_alive = True
+        self.was_signalled = False
+        self._pipes = pipes
+
+    def descriptors(self) -> tuple[int, ...]:
+        """All that the kernel holds for this worker."""
+        return self.inbox.descriptor, self.output.descriptor, self.stacks.descriptor, self.sentinel
+
+    def exitcode(self) -> int | None:
+        """As `multiprocessing` has it; None while it lives."""
+        return self.process.exitcode
+
+    def signal(self, number: Signals) -> None:
+        """Signal the worker and all that it started."""
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            # It has no group of its own yet, or nobody is left.
+            if self.is_alive:
+                self.signal_alone(number)
+        except PermissionError:
+            pass  # macOS says so of a group of zombies
+
+    def signal_alone(self, number: Signals) -> None:
+        """Signal the worker's own process."""
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def close(self) -> None:
+        """Let go of pipes and process."""
+        self._pipes.close()
+        if self.sentinel != self.process.sentinel:
+            os.close(self.sentinel)
+        self.process.close()
+
+
+def _start_process(seat: worker.Seat, plan: Plan) -> BaseProcess:
+    from torch import multiprocessing as mp
+
+    with _starting, server.started_from_clean(_environment_at_start(plan)):
+        context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+            worker.main, args=(seat,), nprocs=1, join=False, daemon=False, start_method=plan.start_method
+        )
+    process: BaseProcess = context.processes[0]
+    return process
+
+
+def _private_interfaces() -> dict[str, str]:
+    """Keep gloo and NCCL on this machine, unless the user has chosen an interface."""
+    return {name: os.environ.get(name, LOOPBACK) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+
+
+def _environment_at_start(plan: Plan) -> dict[str, str]:
+    """Variables that must be there before the worker's first import; a forked one has made its imports."""
+    if plan.start_method != "spawn":
+        return {}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(plan.threads))
+    return threads | dict(plan.env)
+
+
+def _sentinel(process: BaseProcess, start_method: StartMethod) -> int:
+    """A descriptor that becomes readable when the process is gone, and not a moment later.
+
+    The pipe that multiprocessing watches for fork and spawn is inherited by grandchildren, and stays open with them.
+    """
+    if start_method != "forkserver" and hasattr(os, "pidfd_open"):
+        assert process.pid is not None
+        return os.pidfd_open(process.pid)
+    return process.sentinel
+
+
+class _Wakeup:
+    """Lets another thread interrupt the supervisor's waiting."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    def fileno(self) -> int:
+        return self._read
+
+    def set(self) -> None:
+        """End the current wait, or the next. No effect once closed."""
+        with self._lock:
+            if self._is_open:
+                try:
+                    os.write(self._write, b"x")
+                except BlockingIOError:
+                    pass  # full of earlier ones
+
+    def clear(self) -> None:
+        """Be ready for the next."""
+        try:
+            os.read(self._read, 4096)
+        except BlockingIOError:
+            pass
+
+    def wait(self, timeout: float) -> None:
+        """Sleep, but not through a `set`."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._read, selectors.EVENT_READ)
+            selector.select(timeout)
+
+    def close(self) -> None:
+        """Let go of the pipe."""
+        with self._lock:
+            self._is_open = False
+            os.close(self._read)
+            os.close(self._write)
+
+
+_starting = threading.Lock()  # `started_from_clean` changes what is the whole process's
+_live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+_kernel_ends: set[int] = set()
+
+
+def _close_kernel_ends() -> None:
+    """In a forked child: let go of what only the kernel may hold, or its end would go unnoticed."""
+    for descriptor in _kernel_ends:
+        try:
+            os.close(descriptor)
+        except OSError:
+            pass
+    _kernel_ends.clear()
+
+
+def _kill_all() -> None:
+    """At exit, before multiprocessing would join our workers: they are no daemons."""
+    if os.getpid() == _kernel_pid:
+        for supervisor in list(_live):
+            supervisor.kill_now()
+
+
+_kernel_pid = os.getpid()
+os.register_at_fork(after_in_child=_close_kernel_ends)
+atexit.register(_kill_all)
+
+
+def _num_oom_kills() -> int | None:
+    """How many processes of this cgroup the kernel's out-of-memory killer has ended; None where it does not say."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        try:
+            for line in Path(path).read_text().splitlines():
+                word, _, number = line.partition(" ")
+                if word == "oom_kill":
+                    return int(number)
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _difference(later: int | None, earlier: int | None) -> int | None:
+    return None if later is None or earlier is None else later - earlier

@@ -1,0 +1,236 @@
+"""The options of a launch: what may be asked for, what it gets otherwise, and what "auto" means here.
+
+All mistakes are found here, before any process starts.
+
+Runs in: kernel
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+StartMethod = Literal["forkserver", "spawn", "fork"]
+
+BACKENDS = ("gloo", "nccl")
+_MOST_AUTO_WORKERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `launch` takes besides the function and its arguments; meanings are told there."""
+
+    nproc_per_node: int | Literal["auto"] = "auto"
+    backend: str | None = "auto"
+    start_method: StartMethod | Literal["auto"] = "auto"
+    run_dir: str | os.PathLike[str] | None = None
+    resume: bool | str | os.PathLike[str] = False
+    view: bool | None = None
+    timeout: float = 300.0
+    stop_timeout: float = 60.0
+    threads_per_worker: int | None = None
+    env: Mapping[str, str] | None = None
+    name: str | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int = 29500
+
+    def __post_init__(self) -> None:
+        _check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one launch is to do. All choices are made: nothing here says "auto"."""
+
+    name: str
+    world_size: int
+    start_method: StartMethod
+    backend: str | None
+    devices: tuple[str, ...]
+    """`str(torch.device)` of each rank."""
+    timeout: float
+    """Seconds that a collective may take."""
+    stop_timeout: float
+    """Seconds from the asking that ranks have which acknowledged a stop."""
+    threads: int
+    """Intra-op threads of each worker."""
+    env: Mapping[str, str]
+
+
+# ---- what may be asked for
+
+
+def _check_options(options: Options) -> None:
+    later = [name for name in ("run_dir", "master_addr") if getattr(options, name) is not None]
+    later += [name for name in ("resume",) if options.resume is not False]
+    later += [name for name, default in (("nnodes", 1), ("node_rank", 0)) if getattr(options, name) != default]
+    if later:
+        raise NotImplementedError(f"{', '.join(later)}: comes with a later version of ddpnb; leave it out")
+    workers = options.nproc_per_node
+    if workers != "auto":
+        _check_integer("nproc_per_node", workers, 0, "the number of workers, 0 for none, or 'auto'")
+    if options.threads_per_worker is not None:
+        _check_integer("threads_per_worker", options.threads_per_worker, 1, "a number of threads, or None")
+    for name in ("timeout", "stop_timeout"):
+        _check_seconds(name, getattr(options, name))
+    _check_choice("backend", options.backend, (*BACKENDS, "auto", None))
+    _check_choice("start_method", options.start_method, (*get_args(StartMethod), "auto"))
+    _check_choice("view", options.view, (None, True, False))
+    for name, value in (options.env or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"env={{{name!r}: {value!r}}}: names and values of environment variables are str")
+    if options.name is not None and not isinstance(options.name, str):
+        raise TypeError(f"name={options.name!r} is no str")
+
+
+def _check_integer(name: str, value: object, least: int, meaning: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is no int: it is {meaning}")
+    if value < least:
+        raise ValueError(f"{name}={value} is below {least}: it is {meaning}")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r} is no number of seconds")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value} is no positive, finite number of seconds")
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        close = difflib.get_close_matches(str(value), [choice for choice in choices if isinstance(choice, str)], 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, choices))}{hint}")
+
+
+def refuse_collisions(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse a function with a parameter named like an option: which of the two was meant?"""
+    clashing = [name for name in _parameters(function) if name in options]
+    if clashing:
+        (first, *_), called = clashing, _name(function)
+        raise ValueError(
+            f"{first!r} is an option of launch and a parameter of {called}() as well. Bind it first, "
+            f"launch(functools.partial({called}, {first}=…)), or use the spelling without collisions, "
+            f"ddpnb.Launcher(nproc_per_node=2)({called}, {first}=…)."
+        )
+
+
+def check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse what cannot be called so: no function, or arguments that do not fit it."""
+    if not callable(function):
+        raise TypeError(f"launch takes a function, not {function!r} ({type(function).__name__}); did you call it?")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        kind = "coroutine" if inspect.iscoroutinefunction(function) else "generator"
+        raise TypeError(f"{_name(function)} is a {kind} function: calling it would do nothing; launch a plain function")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a builtin that does not tell
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{_name(function)}{signature}: {error}{_hint(signature, args, kwargs)}") from None
+
+
+def _hint(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    first = next(iter(signature.parameters), None)
+    if first == "rank" and not args and "rank" not in kwargs:
+        return (
+            ". launch hands over no rank: the function asks ddpnb.rank() and ddpnb.world_size(), or is wrapped, "
+            "launch(lambda: main(ddpnb.rank(), ddpnb.world_size(), …))"
+        )
+    options = [option.name for option in fields(Options)]
+    for name in kwargs:
+        close = difflib.get_close_matches(name, options, 1, 0.5)
+        if name not in signature.parameters and close:
+            return f". Did you mean the option {close[0]!r}?"
+    return ""
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _name(function: Callable[..., Any]) -> str:
+    inner = function
+    while hasattr(inner, "func"):  # functools.partial
+        inner = inner.func
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+# ---- what "auto" means
+
+
+def make_plan(options: Options, function: Callable[..., Any]) -> Plan:
+    """Make every choice that the options leave open, from what this machine has.
+
+    Raises:
+        ValueError: what was asked for is not to be had here.
+    """
+    gpus = num_gpus()
+    cores = num_cores()
+    asked = options.nproc_per_node
+    workers = (gpus or min(cores, _MOST_AUTO_WORKERS)) if asked == "auto" else asked
+    backend = options.backend
+    if backend == "nccl" and workers > gpus:
+        have = "no GPU is" if not gpus else "one GPU is" if gpus == 1 else f"{gpus} GPUs are"
+        raise ValueError(f"nproc_per_node={workers} with backend='nccl' needs a GPU for each worker, and {have} here")
+    each_has_gpu = 0 < max(workers, 1) <= gpus
+    if backend == "auto":
+        backend = "nccl" if each_has_gpu else "gloo"
+    start_method = _start_method(options.start_method)
+    world_size = max(workers, 1)
+    threads = options.threads_per_worker or max(1, cores // world_size)
+    if start_method == "fork" and workers:
+        _refuse_fork_after_cuda()
+        threads = 1  # the kernel's OpenMP pool does not survive a fork: a worker that used it would wait for ever
+    return Plan(
+        name=options.name or _name(function),
+        world_size=world_size,
+        start_method=start_method,
+        backend=backend,
+        devices=tuple(f"cuda:{rank}" if each_has_gpu else "cpu" for rank in range(world_size)),
+        timeout=float(options.timeout),
+        stop_timeout=float(options.stop_timeout),
+        threads=threads,
+        env=dict(options.env or {}),
+    )
+
+
+def _start_method(chosen: StartMethod | Literal["auto"]) -> StartMethod:
+    if chosen == "auto":
+        return "forkserver" if sys.platform == "linux" else "spawn"
+    return chosen
+
+
+def _refuse_fork_after_cuda() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise ValueError(
+            "start_method='fork' cannot be used: CUDA is initialised in this kernel, and a forked worker could not use "
+            "it. Leave start_method out (forkserver works whatever the kernel did), or restart the kernel."
+        )
+
+
+def num_gpus() -> int:
+    """CUDA devices that workers can use; does not initialise CUDA in the kernel."""
+    import torch
+
+    return torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

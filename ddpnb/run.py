@@ -1,0 +1,456 @@
+"""`launch()`, `Launcher` and the `Run` they return.
+
+A run is a future: started at once, watched while it goes on, asked for its value later. Its methods are named after
+`concurrent.futures.Future`.
+
+Runs in: kernel
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import inplace, payload
+from .draw import text
+from .errors import LaunchError, RunKilled, RunStopped, WorkerError, worker_error
+from .history import History
+from .launcher import Supervisor
+from .messages import Raised
+from .plan import Options, Plan, StartMethod, check_call, make_plan, refuse_collisions
+from .report import report, stack_text
+from .state import RunState, new_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.figure import Figure
+
+Watcher = Callable[["Run"], None]
+
+_STACKS_PATIENCE = 1.0
+"""Seconds that ranks have to say where they stand."""
+
+on_launch: list[Callable[[Run, bool | None], None]] = []
+"""Called with each new run, before it starts, and its `view` option; the notebook's view enters here."""
+
+
+def launch(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    nproc_per_node: int | Literal["auto"] = "auto",
+    backend: str | None = "auto",
+    start_method: StartMethod | Literal["auto"] = "auto",
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: bool | str | os.PathLike[str] = False,
+    view: bool | None = None,
+    timeout: float = 300.0,
+    stop_timeout: float = 60.0,
+    threads_per_worker: int | None = None,
+    env: Mapping[str, str] | None = None,
+    name: str | None = None,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str | None = None,
+    master_port: int = 29500,
+    **kwargs: Any,
+) -> Run:
+    """Start `function(*args, **kwargs)` on workers, one process per rank, and return at once.
+
+        run = ddpnb.launch(train, epochs=3, nproc_per_node=2)
+        weights = run.result()          # waits; rank 0's value, or the error of the rank that failed
+
+    The function may come from a cell. What it captures is copied to the workers; what it returns is copied back.
+    A process group is there when it is called, and `ddpnb.rank()`, `ddpnb.device()`, `ddpnb.log()` … work in it.
+
+    Args:
+        function: what every rank calls.
+        args: its positional arguments.
+        nproc_per_node: number of workers. "auto": one per GPU, else one per core and at most 4. 0: call the function
+            right here in the kernel, to its end, as the only rank; exceptions pass through and `%debug` works.
+        backend: of the process group. "auto": nccl where every worker has a GPU, else gloo. None: make no group, the
+            function makes its own.
+        start_method: how processes are made. "auto": forkserver on Linux, spawn elsewhere.
+        run_dir: a folder for the run's checkpoints; comes with a later version.
+        resume: from a checkpoint; comes with a later version.
+        view: the live view under the cell. None: if a front end may be there. True: in any case. False: none.
+        timeout: seconds that a collective may take before it raises.
+        stop_timeout: seconds that ranks which have been told to stop may take to finish their step and return.
+        threads_per_worker: intra-op threads of each worker. None: the cores divided by the workers, at least 1.
+        env: environment variables for the workers.
+        name: what the run is called. None: the function's name.
+        nnodes, node_rank, master_addr, master_port: several nodes; come with a later version.
+        kwargs: the function's keyword arguments.
+
+    Raises:
+        TypeError: an option or argument of the wrong type, or arguments that do not fit the function.
+        ValueError: an option with a value that cannot be.
+        UnpicklableError: the function, or something it needs, cannot travel to the workers.
+
+    Source: the words are torchrun's and `torch.multiprocessing.start_processes`'s.
+    """
+    given = locals()
+    options = {option.name: given[option.name] for option in fields(Launcher)}
+    refuse_collisions(function, options)
+    return Launcher(**options)(function, *args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher(Options):
+    """The options of `launch` kept, to launch any function with them; spelled so, no option can be an argument.
+
+    two = ddpnb.Launcher(nproc_per_node=2)
+    run = two(train, epochs=3)
+    """
+
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
+        """Start `function(*args, **kwargs)` on workers; as `launch`."""
+        if os.environ.get("TORCHELASTIC_RUN_ID") == "ddpnb":
+            raise RuntimeError("this is a ddpnb worker: it cannot launch workers of its own")
+        check_call(function, args, kwargs)
+        plan = make_plan(self, function)
+        if self.nproc_per_node == 0:
+            run = Run(new_state(plan.name, 1, backend=plan.backend, started=time.monotonic()))
+            for attach in on_launch:
+                attach(run, self.view)
+            run._call_in_place(plan, function, args, kwargs)
+            return run
+        parcel = payload.pack_call(function, args, kwargs)
+        state = new_state(
+            plan.name, plan.world_size, backend=plan.backend, started=time.monotonic(), cells=parcel.cells
+        )
+        run = Run(state)
+        run._supervisor = Supervisor(plan, parcel, state, run._changed)
+        for attach in on_launch:
+            attach(run, self.view)
+        run._supervisor.start()
+        return run
+
+
+class Run:
+    """A launched function: watch it, wait for it, stop it. Made by `launch`.
+
+    Waiting methods can be interrupted (the square button, Ctrl-C): the workers are stopped as by `stop()`, and the cell
+    gets its KeyboardInterrupt; a second interrupt kills them.
+    """
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._supervisor: Supervisor | None = None
+        self._value_in_place: Any = None
+        self._values: dict[int, Any] = {}  # {rank: unpacked value}
+        self._has_changed = threading.Condition()
+        self._has_ended = threading.Event()
+        self._callbacks: list[Callable[[Run], object]] = []
+        self.watchers: list[Watcher] = []
+        """Called in a thread of the run's with each change: must be quick, a view sets a flag and draws elsewhere."""
+        self.finishers: list[Watcher] = []
+        """Called after the end in the thread of whoever waits: a cell's last words come from the cell itself."""
+
+    # ---- what is known
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return self._state.name
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._state.world_size
+
+    @property
+    def state(self) -> RunState:
+        """All that is known now; a new object with each change."""
+        return self._state
+
+    @property
+    def dir(self) -> Path | None:
+        """The run's folder; None: nothing is written."""
+        return None
+
+    @property
+    def history(self) -> History:
+        """What was logged: `run.history["loss"]` is the mean over ranks, `run.history["loss", 1]` rank 1's."""
+        return History(self._state.history)
+
+    def output(self, rank: int | None = None) -> Any:
+        """What ranks printed, Python and C alike, as text; the last million characters of each.
+
+        Args:
+            rank: one rank, whose text is returned. None: all of them, {rank: text}.
+        """
+        texts = {each.rank: each.output.text() for each in self._state.ranks}
+        return texts if rank is None else texts[self._check_rank(rank)]
+
+    def stacks(self) -> dict[int, str]:
+        """Where each living rank stands now, as a traceback, {rank: text}; also of ranks stuck in compiled code."""
+        if self._supervisor is None or self.done():
+            return {}
+        before = {each.rank: each.stack for each in self._state.ranks}
+
+        def all_answered() -> bool:
+            living = [each for each in self._state.ranks if each.pid is not None and each.exited is None]
+            return self.done() or all(each.stack is not None and each.stack is not before[each.rank] for each in living)
+
+        self._supervisor.ask("stacks")
+        with self._has_changed:
+            self._has_changed.wait_for(all_answered, _STACKS_PATIENCE)
+        state = self._state
+        return {each.rank: stack_text(each.stack, state.cells) for each in state.ranks if each.stack is not None}
+
+    def to_pandas(self) -> Any:
+        """All logged points as a DataFrame: columns name, rank, step, value, seconds. Needs pandas."""
+        return self.history.to_pandas()
+
+    def plot(self) -> Figure:
+        """The curves as a matplotlib figure."""
+        from .draw.figure import figure  # matplotlib takes half a second to import
+
+        return figure(self._state)
+
+    # ---- waiting
+
+    def done(self) -> bool:
+        """Whether the run has ended, in whatever way; no worker lives then."""
+        return self._has_ended.is_set()
+
+    def running(self) -> bool:
+        """Whether the run has not ended yet."""
+        return not self.done()
+
+    def cancelled(self) -> bool:
+        """Whether `stop()`, `kill()` or an interrupt ended it before it had a value."""
+        return self.done() and self._state.status in ("stopped", "killed")
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end; whether it has come.
+
+        Args:
+            timeout: seconds to wait at most; None: no limit.
+        """
+        __tracebackhide__ = True
+        try:
+            ended = self._has_ended.wait(timeout)
+        except KeyboardInterrupt:
+            self._end_on_interrupt()
+            raise
+        if ended:
+            self._finish()
+        return ended
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait, and return what rank 0 returned.
+
+        Args:
+            timeout: seconds to wait at most; None: no limit.
+
+        Raises:
+            WorkerError: a rank failed; it is of the worker's own exception type as well.
+            RunStopped: the run was stopped (RunKilled: killed) before it had a value.
+            LaunchError: the workers could not be started.
+            TimeoutError: the run goes on; no WorkerError.
+        """
+        __tracebackhide__ = True
+        self._wait_or_raise(timeout)
+        return self._value(0)
+
+    def results(self, timeout: float | None = None) -> dict[int, Any]:
+        """Wait, and return what each rank returned, {rank: value}. Raises as `result`."""
+        __tracebackhide__ = True
+        self._wait_or_raise(timeout)
+        return {each.rank: self._value(each.rank) for each in self._state.ranks}
+
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        """Wait, and return what `result` would raise; None where it would not.
+
+        Raises:
+            TimeoutError: the run goes on.
+        """
+        __tracebackhide__ = True
+        if not self.wait(timeout):
+            raise self._still_running(timeout)
+        return self._error()
+
+    def add_done_callback(self, callback: Callable[[Run], object]) -> None:
+        """Call `callback(run)` once the run has ended, in a thread of its own; at once where it has."""
+        with self._has_changed:
+            if not self.done():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """`await run` gives what `result()` gives.
+
+        Cancelling stops the run: `asyncio.wait_for(run, 5)` cancels what it waits for, `asyncio.wait_for(
+        asyncio.shield(run), 5)` does not. An interrupt of a cell that awaits is such a cancellation.
+        """
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def resolve() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def tell(_: Run) -> None:
+            loop.call_soon_threadsafe(resolve)
+
+        self.add_done_callback(tell)
+        try:
+            yield from ended
+        except asyncio.CancelledError:
+            self._end_on_interrupt()
+            raise
+        return self.result()
+
+    # ---- ending
+
+    def stop(self) -> None:
+        """Ask the workers to end; returns at once.
+
+        A function that asks `ddpnb.should_stop()` is told at the same step on all ranks, and its value is kept. One
+        that never asks is ended after a moment, and there is no value.
+        """
+        self._ask("stop")
+
+    def kill(self) -> None:
+        """End the workers now; returns at once. `result()` then raises RunKilled."""
+        self._ask("kill")
+
+    def pause(self) -> None:
+        """Comes with a later version."""
+        raise NotImplementedError("run.pause() comes with a later version of ddpnb")
+
+    def unpause(self) -> None:
+        """Comes with a later version."""
+        raise NotImplementedError("run.unpause() comes with a later version of ddpnb")
+
+    def save(self) -> None:
+        """Comes with a later version."""
+        raise NotImplementedError("run.save() comes with a later version of ddpnb")
+
+    def set(self, **settings: Any) -> None:
+        """Comes with a later version."""
+        raise NotImplementedError("run.set() comes with a later version of ddpnb")
+
+    # ---- shown
+
+    def __repr__(self) -> str:
+        return text.label(self.name, self.world_size)
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
+        """One stable line; once the run has ended its figure too."""
+        bundle: dict[str, Any] = {"text/plain": repr(self)}
+        if self.done() and self._state.history:
+            from .draw.figure import png
+
+            bundle["image/png"] = png(self._state)
+        return bundle
+
+    # ---- inside
+
+    def _changed(self, state: RunState) -> None:
+        with self._has_changed:
+            self._state = state
+            callbacks: list[Callable[[Run], object]] = []
+            if state.ended is not None and not self._has_ended.is_set():
+                callbacks, self._callbacks = self._callbacks, []
+                self._has_ended.set()
+            self._has_changed.notify_all()
+        for watcher in tuple(self.watchers):
+            watcher(self)
+        for callback in callbacks:
+            callback(self)
+
+    def _ask(self, how: Literal["stop", "kill"]) -> None:
+        if self._supervisor is not None and not self.done():
+            self._supervisor.ask(how)
+
+    def _call_in_place(self, plan: Plan, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        __tracebackhide__ = True
+        try:
+            self._value_in_place = inplace.run(plan, function, args, kwargs, self._state, self._changed)
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        for finisher in tuple(self.finishers):
+            finisher(self)
+
+    def _end_on_interrupt(self) -> None:
+        """Stop; a second interrupt, which comes while this one waits, kills."""
+        self.stop()
+        try:
+            self._has_ended.wait()
+        except KeyboardInterrupt:
+            self.kill()
+            self._has_ended.wait()
+        self._finish()
+
+    def _wait_or_raise(self, timeout: float | None) -> None:
+        __tracebackhide__ = True
+        if not self.wait(timeout):
+            raise self._still_running(timeout)
+        error = self._error()
+        if error is not None:
+            raise error
+
+    def _still_running(self, timeout: float | None) -> TimeoutError:
+        return TimeoutError(f"{self.name} is still running after {timeout} s; wait longer, or run.stop()")
+
+    def _error(self) -> Exception | None:
+        """What the run ended with, made anew: an exception that is raised again gathers tracebacks."""
+        state = self._state
+        if state.first_failure is not None:
+            return _worker_error(state)
+        if state.problem is not None:
+            return LaunchError(report(state))
+        match state.status:
+            case "killed":
+                return RunKilled(f"{self.name} was killed before it had a value")
+            case "stopped":
+                return RunStopped(f"{self.name} was stopped before it had a value: {_who_never_asked(state)}")
+        return None
+
+    def _value(self, rank: int) -> Any:
+        if self._supervisor is None:
+            return self._value_in_place
+        if rank not in self._values:
+            returned = self._state.rank(rank).returned
+            assert returned is not None
+            self._values[rank] = payload.unpack(returned.value)
+        return self._values[rank]
+
+    def _check_rank(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"there is no rank {rank}; ranks are 0 … {self.world_size - 1}")
+        return rank
+
+
+def _worker_error(state: RunState) -> WorkerError:
+    failure = state.first_failure
+    assert failure is not None
+    cause = None
+    if isinstance(failure.witness, Raised) and failure.witness.exception is not None:
+        try:
+            cause = payload.unpack(failure.witness.exception)
+        except Exception:
+            cause = None  # its class needs what only the worker has: the report has its text
+    exited = state.rank(failure.rank).exited
+    exitcode = exited.exitcode if exited is not None and not exited.ended_by_us else None
+    return worker_error(report(state), rank=failure.rank, exitcode=exitcode, cause=cause)
+
+
+def _who_never_asked(state: RunState) -> str:
+    silent = [str(each.rank) for each in state.ranks if not each.returned and not each.stopping]
+    if not silent:
+        return "it did not return within stop_timeout"
+    ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(silent)}"
+    return f"{ranks} did not ask ddpnb.should_stop() and had to be ended"

@@ -1,0 +1,356 @@
+"""The life of one worker process, from its first instruction to its last.
+
+`main` is what `mp.start_processes` calls. It reads from top to bottom: cut loose from the kernel's signals and output,
+say hello, unpack the function, make the process group, call, report, leave. The kernel decides when it is over: every
+worker leads a process group of its own, and its end is a SIGKILL of that group.
+
+Runs in: worker
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import fcntl
+import multiprocessing
+import multiprocessing.process
+import os
+import select
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from io import TextIOWrapper
+from multiprocessing import reduction
+from types import TracebackType
+from typing import Any, NoReturn
+
+from . import payload
+from .agreement import Page
+from .channel import Outbox
+from .context import Session, resident_bytes
+from .messages import Phase, PhaseName, Raised, Returned, Started
+from .world import World
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_F_SETSIG = 10  # Linux; Python's fcntl has no name for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descriptors:
+    """A worker's open files. Pickled while a process is being started, it takes them along."""
+
+    payload: int
+    """The packed call, to be mapped."""
+    page: int
+    """The run's shared page."""
+    messages: int
+    """Write end of the pipe to the kernel."""
+    output: int
+    """Write end that becomes stdout and stderr."""
+    stacks: int
+    """Write end for faulthandler's dump on SIGUSR1."""
+    lifeline: int
+    """Read end of a pipe that nobody writes to and only the kernel holds: its end is the kernel's."""
+    listener: int | None
+    """The store's listening socket, on rank 0."""
+
+    def __reduce__(self) -> Any:
+        opened = {field.name: getattr(self, field.name) for field in fields(self)}
+        travelling = {name: None if fd is None else reduction.DupFd(fd) for name, fd in opened.items()}
+        return _receive, (travelling,)
+
+
+def _receive(travelling: dict[str, Any]) -> Descriptors:
+    arrived: dict[str, Any] = {name: None if fd is None else fd.detach() for name, fd in travelling.items()}
+    return Descriptors(**arrived)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """All that one worker is told at its start."""
+
+    world: World
+    device: str
+    """`str(torch.device)` to compute on."""
+    backend: str | None
+    """Of the process group; None: make none."""
+    timeout: float
+    """Seconds that a collective may take."""
+    threads: int
+    """Intra-op threads."""
+    environment: Mapping[str, str]
+    """Variables to set; torchrun's are set besides."""
+    folder: str
+    """For multiprocessing's own sockets; the kernel removes it."""
+    kernel_pid: int
+    descriptors: Descriptors
+
+
+def main(index: int, seat: Seat) -> NoReturn:
+    """Live one worker's life. Never returns and never raises.
+
+    Args:
+        index: torch's index of the process in its `start_processes` call; always 0, one call is made per rank.
+        seat: what this worker is told.
+    """
+    own_pid = os.getpid()
+    try:
+        _Worker(seat).live()
+    except BaseException:
+        # Only a fault of ours ends here. It has no pipe of its own to go out by.
+        traceback.print_exc()
+    finally:
+        # A child that the user's function forked may come back up to here: it must not be taken for the worker.
+        os._exit(1 if os.getpid() == own_pid else 0)
+
+
+class _Worker:
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.rank = seat.world.rank
+        self.pid = os.getpid()
+        self.phase: PhaseName = "starting"
+        self.outbox = Outbox(seat.descriptors.messages)
+
+    def live(self) -> None:
+        """From the first instruction to the last."""
+        seat = self.seat
+        _leave_the_kernels_group()
+        _hold_lifeline(seat.descriptors.lifeline)
+        _redirect_output(seat.descriptors.output, seat.descriptors.stacks)
+        name_process(f"ddpnb{seat.kernel_pid}.{self.rank}")
+        os.environ.update(seat.world.environment() | dict(seat.environment))
+        multiprocessing.process.current_process()._config["tempdir"] = seat.folder  # type: ignore[attr-defined]
+        self.outbox.send(Started(rank=self.rank, time=time.monotonic(), pid=self.pid, device=seat.device))
+
+        group = None
+        with ExitStack() as until_reported:
+            try:
+                page = Page(seat.descriptors.page, seat.world.local_world_size)
+                until_reported.enter_context(Session(seat.world, seat.device, self.outbox.send, page))
+                page.note_memory(seat.world.local_rank, resident_bytes())
+                _set_threads(seat.threads)
+                # forkserver would become the children's own default, and a Dataset of a cell cannot be pickled for it.
+                multiprocessing.set_start_method("fork", force=True)
+
+                self._enter("unpacking")
+                packed = payload.map_call(seat.descriptors.payload)
+                group = self._prepare_group()
+                call = payload.unpack_call(packed)
+                if seat.backend is not None:
+                    self._enter("rendezvous")
+                    group.create(seat.backend, torch_device(seat.device))
+                self._enter("running")
+                value = call.function(*call.args, **call.kwargs)
+                self._refuse_grandchild()
+                result = payload.pack(value, "the returned value")
+                self._enter("threads")
+                _join_threads()
+            except BaseException as error:
+                self._refuse_grandchild()
+                report = raised(error, self.rank, self.phase)
+                print(report.traceback, end="", file=sys.stderr)
+                until_reported.close()
+                _flush_output()
+                self.outbox.send(report)
+                # Sockets stay open: a peer that sees them close would raise, and hide where it stood.
+                _wait_for_the_end()
+        _flush_output()
+        self.outbox.send(Returned(rank=self.rank, time=time.monotonic(), value=result))
+        self._enter("leaving")
+        group.close()  # a peer that still waits in a collective for this rank learns that it is gone
+        if self.rank == 0:
+            _wait_for_the_end()  # others may still need the store
+        os._exit(0)
+
+    def _enter(self, phase: PhaseName) -> None:
+        self.phase = phase
+        self.outbox.send(Phase(rank=self.rank, time=time.monotonic(), phase=phase))
+
+    def _prepare_group(self) -> Any:
+        import torch
+
+        from .group import Group, private_store
+
+        seat = self.seat
+        if seat.device.startswith("cuda"):
+            torch.cuda.set_device(torch_device(seat.device))
+        store = private_store(seat.world, seat.descriptors.listener, seat.timeout)
+        return Group(seat.world, store, seat.timeout)
+
+    def _refuse_grandchild(self) -> None:
+        if os.getpid() != self.pid:
+            traceback.print_exc()
+            os._exit(1)
+
+
+def raised(error: BaseException, rank: int, phase: PhaseName) -> Raised:
+    """The message that says it."""
+    moment = time.monotonic()
+    from .group import is_echo
+
+    trace = _without_ours(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    return Raised(
+        rank=rank,
+        time=moment,
+        phase=phase,
+        type_name=type(error).__qualname__,
+        text=_text_of(error),
+        traceback=text,
+        location=_location(trace),
+        is_echo=is_echo(error),
+        exception=_packed_exception(error),
+    )
+
+
+def torch_device(name: str) -> Any:
+    """`torch.device(name)`, with torch imported no earlier than this."""
+    import torch
+
+    return torch.device(name)
+
+
+# ---- the first instructions
+
+
+def _leave_the_kernels_group() -> None:
+    """Lead a process group, and take no signal that a terminal, a kernel or the creating thread sends."""
+    _prctl(_PR_SET_PDEATHSIG, 0)  # torch asks for SIGINT when the *thread* that created us ends
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # The launcher blocks SIGINT while it starts us, so that none could arrive before this line.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+def _hold_lifeline(lifeline: int) -> None:
+    """End with the kernel, whatever ends it: this process and all that it started."""
+    if sys.platform == "linux":
+        # The operating system signals the whole group as the pipe ends, even in a C call that holds the GIL.
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
+        flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
+        watch = select.poll()
+        watch.register(lifeline, select.POLLIN)
+        if watch.poll(0):  # it ended before we asked
+            os.killpg(0, signal.SIGKILL)
+    else:
+        threading.Thread(target=_die_at_end_of, args=(lifeline,), name="ddpnb-lifeline", daemon=True).start()
+
+
+def _die_at_end_of(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _redirect_output(output: int, stacks: int) -> None:
+    """Send what Python, C libraries and child processes print to this rank's own pipe."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    # New objects: those of a forked kernel lead to the notebook's sockets.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = _writer(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _writer(2)  # type: ignore[misc]
+    faulthandler.enable(2, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
+
+
+def _writer(descriptor: int) -> TextIOWrapper:
+    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def name_process(name: str) -> None:
+    """Show as `name` in ps -o comm, where doctor() finds workers of dead kernels."""
+    _prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _set_threads(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the function starts itself
+    if threads > 1:
+        from threadpoolctl import threadpool_limits
+
+        threadpool_limits(threads)  # the fork server was started with one BLAS thread
+
+
+# ---- the last ones
+
+
+def _join_threads() -> None:
+    """Wait for threads that the function left running, as the interpreter does at its end: one may write a file."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # the function closed it
+    ctypes.CDLL(None).fflush(None)  # what C libraries printed waits in stdio's buffers
+
+
+def _wait_for_the_end() -> NoReturn:
+    while True:
+        signal.pause()
+
+
+def _packed_exception(error: BaseException) -> bytes | None:
+    """The exception, if it arrives as what it was; None otherwise: its text travels in any case."""
+    try:
+        packed = payload.pack(error)
+        arrives = type(payload.unpack(packed)) is type(error)
+    except Exception:
+        return None
+    return packed if arrives else None
+
+
+def _text_of(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"the function called sys.exit({error.code!r}); a value is handed over with return"
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<its __str__ raised {type(broken).__name__}>"
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame that is not this package's."""
+    package = os.path.dirname(__file__)
+    own = trace
+    while own is not None and own.tb_frame.f_code.co_filename.startswith(package):
+        own = own.tb_next
+    return own if own is not None else trace
+
+
+def _location(trace: TracebackType | None) -> str | None:
+    found = None
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and "site-packages" not in file:
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+_LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(__file__), "<frozen")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 _HEAD = struct.Struct("=QQ")  # number of buffers, length of the pickle
+_UNNAMED = "<ddpnb>"  # stands for a file name inside a pickle
 _COUNT = struct.Struct("=Q")
 _SPAN = struct.Struct("=QQ")  # offset and length of a buffer
 _SMALL = 1 << 10
@@ -167,9 +168,11 @@ class _Pickler(cloudpickle.Pickler):
         return frozenset(storage for storage in self._sparse if self._uses[storage] == 1)
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, types.FunctionType):
-            self._files.add(value.__code__.co_filename)
-        elif self._torch is not None and type(value) in (self._torch.Tensor, self._torch.nn.Parameter):
+        if isinstance(value, types.CodeType) and value.co_filename != _UNNAMED:
+            # cloudpickle forgets which cell a code is from, and a traceback would not show it.
+            self._files.add(value.co_filename)
+            return _restore_code, (value.replace(co_filename=_UNNAMED), value.co_filename)
+        if self._torch is not None and type(value) in (self._torch.Tensor, self._torch.nn.Parameter):
             return self._reduce_tensor(value)
         return super().reducer_override(value)  # type: ignore[no-untyped-call]
 
@@ -198,6 +201,10 @@ class _Pickler(cloudpickle.Pickler):
         stand_in = self._storages.setdefault(key, _Storage(storage))
         shape = (plain.dtype, plain.storage_offset(), tuple(plain.size()), plain.stride())
         return _restore_tensor, (stand_in, *shape, requires_grad, parameter)
+
+
+def _restore_code(code: types.CodeType, file: str) -> types.CodeType:
+    return code.replace(co_filename=file)
 
 
 class _Storage:

@@ -240,7 +240,7 @@ class Run:
             ended = self._has_ended.wait(timeout)
         except KeyboardInterrupt:
             self._end_on_interrupt()
-            raise
+            raise KeyboardInterrupt from None  # where exactly the lock was waited for tells nobody anything
         if ended:
             self._finish()
         return ended
@@ -258,13 +258,17 @@ class Run:
             TimeoutError: the run goes on; no WorkerError.
         """
         __tracebackhide__ = True
-        self._wait_or_raise(timeout)
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
         return self._value(0)
 
     def results(self, timeout: float | None = None) -> dict[int, Any]:
         """Wait, and return what each rank returned, {rank: value}. Raises as `result`."""
         __tracebackhide__ = True
-        self._wait_or_raise(timeout)
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
         return {each.rank: self._value(each.rank) for each in self._state.ranks}
 
     def exception(self, timeout: float | None = None) -> Exception | None:
@@ -275,7 +279,7 @@ class Run:
         """
         __tracebackhide__ = True
         if not self.wait(timeout):
-            raise self._still_running(timeout)
+            raise TimeoutError(f"{self.name} is still running after {timeout} s; wait longer, or run.stop()")
         return self._error()
 
     def add_done_callback(self, callback: Callable[[Run], object]) -> None:
@@ -393,17 +397,6 @@ class Run:
             self.kill()
             self._has_ended.wait()
         self._finish()
-
-    def _wait_or_raise(self, timeout: float | None) -> None:
-        __tracebackhide__ = True
-        if not self.wait(timeout):
-            raise self._still_running(timeout)
-        error = self._error()
-        if error is not None:
-            raise error
-
-    def _still_running(self, timeout: float | None) -> TimeoutError:
-        return TimeoutError(f"{self.name} is still running after {timeout} s; wait longer, or run.stop()")
 
     def _error(self) -> Exception | None:
         """What the run ended with, made anew: an exception that is raised again gathers tracebacks."""

@@ -240,7 +240,8 @@ class Run:
             ended = self._has_ended.wait(timeout)
         except KeyboardInterrupt:
             self._end_on_interrupt()
-            raise KeyboardInterrupt from None  # where exactly the lock was waited for tells nobody anything
+            # Where in `threading` the wait was tells nobody anything.
+            raise KeyboardInterrupt(f"{self.name} was interrupted: its workers are gone") from None
         if ended:
             self._finish()
         return ended

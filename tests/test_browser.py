@@ -1,0 +1,125 @@
+"""What a user sees: a real JupyterLab, real clicks, in Chromium."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.lab import CHROMIUM, Lab, command, running_lab, save
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium on the path"),
+]
+
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+SCREENSHOTS = os.environ.get("DDPNB_SCREENSHOTS")
+"""A folder to keep pictures in, to be looked at."""
+
+SLOW = """
+%load_ext ddpnb
+import ddpnb, time
+
+def train(steps):
+    for step in ddpnb.progress(range(steps), "step"):
+        time.sleep(0.05)
+        ddpnb.log(loss=1 / (step + 1 + ddpnb.rank()))
+        if ddpnb.should_stop():
+            return step
+    return "all of them"
+"""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with running_lab(tmp_path_factory.mktemp("lab")) as running:
+        yield running
+
+
+def curve(page: Page) -> str:
+    """The live curve's strokes, as drawn now; empty where there is none."""
+    return str(
+        page.evaluate(
+            """() => [...document.querySelectorAll('.ddpnb svg path, .ddpnb svg polyline')]
+                .map(stroke => stroke.getAttribute('d') ?? stroke.getAttribute('points')).join()"""
+        )
+    )
+
+
+def wait_for_another_curve(page: Page, before: str) -> str:
+    page.wait_for_function(
+        """before => {
+            const strokes = [...document.querySelectorAll('.ddpnb svg path, .ddpnb svg polyline')]
+                .map(stroke => stroke.getAttribute('d') ?? stroke.getAttribute('points')).join();
+            return strokes && strokes !== before;
+        }""",
+        arg=before,
+        timeout=60_000,
+    )
+    return curve(page)
+
+
+def picture(page: Page, name: str) -> None:
+    if SCREENSHOTS:
+        shown = page.locator(".ddpnb svg, .jp-OutputArea-output img").first
+        if shown.count():
+            shown.scroll_into_view_if_needed()
+        page.screenshot(path=f"{SCREENSHOTS}/{name}.png")
+
+
+def test_the_first_notebook_s_curves_move_while_it_trains(lab: Lab) -> None:
+    path = lab.folder / "01_first_run.ipynb"
+    shutil.copy(NOTEBOOKS / path.name, path)
+    page = lab.open(path.name)
+    command(page, "notebook:run-all-cells")
+
+    first = wait_for_another_curve(page, "")
+    picture(page, "first_run_early")
+    second = wait_for_another_curve(page, first)
+    picture(page, "first_run_later")
+    expect(page.get_by_text("rank 1 raised ValueError in Cell In[9], line 5").last).to_be_visible(timeout=60_000)
+    saved = save(page, path)
+    picture(page, "first_run_end")
+    page.close()
+
+    assert first != second
+    launched = saved.cells[8].outputs[0].data
+    assert "<ddpnb run 'train': 2 ranks>" == launched["text/plain"]
+    assert "image/png" in launched
+    assert "widgets" not in saved.metadata
+
+
+def test_the_interrupt_button_stops_a_waiting_cell_and_its_workers(lab: Lab) -> None:
+    path = lab.write("interrupt.ipynb", SLOW, "run = ddpnb.launch(train, 10_000, nproc_per_node=2)", "run.result()")
+    page = lab.open(path.name)
+    command(page, "notebook:run-all-cells")
+    wait_for_another_curve(page, "")
+
+    command(page, "notebook:interrupt-kernel")
+
+    expect(page.get_by_text("KeyboardInterrupt").first).to_be_visible(timeout=20_000)
+    expect(page.locator(".jp-OutputArea-output img").first).to_be_attached(timeout=20_000)  # the final figure
+    picture(page, "interrupted")
+    page.close()
+
+
+def test_a_reloaded_page_shows_the_run_live_again(lab: Lab) -> None:
+    path = lab.write("reload.ipynb", SLOW, "run = ddpnb.launch(train, 10_000, nproc_per_node=2)", "run.stop()")
+    page = lab.open(path.name)
+    for _ in range(2):
+        command(page, "notebook:run-cell-and-select-next")
+    wait_for_another_curve(page, "")
+    save(page, path)
+
+    page.reload()
+
+    before = wait_for_another_curve(page, "")
+    wait_for_another_curve(page, before)
+    picture(page, "reloaded")
+    page.close()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .context import rank as rank
     from .context import should_stop as should_stop
     from .context import world_size as world_size
-    from .doctor import doctor as doctor
+    from .diagnosis import doctor as doctor
     from .errors import LaunchError as LaunchError
     from .errors import RunKilled as RunKilled
     from .errors import RunStopped as RunStopped
@@ -51,7 +51,7 @@ _HOMES = {
         "should_stop",
         "world_size",
     ),
-    "doctor": ("doctor",),
+    "diagnosis": ("doctor",),
     "errors": ("LaunchError", "RunKilled", "RunStopped", "UnpicklableError", "WorkerError"),
     "notebook.live": ("show",),
     "run": ("Launcher", "Run", "launch"),

@@ -21,6 +21,7 @@ _FRAME = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,)? in (?
 _LIBRARY = re.compile(r"site-packages|/lib/python3|<frozen|<string>")
 _OURS = os.path.dirname(__file__)
 _OUTPUT_LINES = 5
+_DUMP_LINES = 110  # faulthandler writes at most 100 frames, and a few lines around them
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,19 @@ def _details(state: RunState, failure: Failure) -> str:
         case Raised() as raised:
             return with_cells(raised.traceback.rstrip(), state.cells) + _early_leavers(state, failure)
         case Exited() as exited:
-            lines = state.rank(exited.rank).output.lines(_OUTPUT_LINES)
+            lines, dump = _last_words(state.rank(exited.rank))
             said = "\n".join(f"    {line}" for line in lines)
+            stood = stack_text(dump, state.cells)
+            stack = f"\n\nIt stood at:\n{stood}" if stood else ""
             last = f"\n\nIts last output:\n{with_cells(said, state.cells)}" if lines else ""
-            return _explain(exited) + last
+            return _explain(exited) + stack + last
+
+
+def _last_words(rank: RankState) -> tuple[list[str], str]:
+    """The last lines that a dead rank printed, and the stack that `faulthandler` wrote after them in a crash."""
+    lines = rank.output.lines(_OUTPUT_LINES + _DUMP_LINES)
+    crash = next((index for index, line in enumerate(lines) if line.startswith("Fatal Python error")), len(lines))
+    return lines[max(0, crash - _OUTPUT_LINES) : crash], "\n".join(lines[crash:])
 
 
 def _death(exited: Exited) -> str:

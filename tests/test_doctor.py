@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import sys
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,8 +14,16 @@ import pytest
 import torch
 
 import ddpnb
-from ddpnb import doctor as doctor_module
-from ddpnb.doctor import Finding, leftover_workers
+from ddpnb import diagnosis as diagnosis_module
+from ddpnb.diagnosis import Finding, leftover_workers
+
+
+class TensorOnGpu(torch.Tensor):
+    """Says that it is on a GPU, on a machine without one."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
 
 
 def levels(word: str, found: tuple[Finding, ...]) -> list[str]:
@@ -52,12 +59,9 @@ def test_too_few_open_files_are_a_problem() -> None:
 def test_a_gpu_in_use_is_noted_with_the_variables_that_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 512 * 2**20)
-    tensor_on_gpu = types.SimpleNamespace(is_cuda=True)
-    fake_torch = types.SimpleNamespace(Tensor=types.SimpleNamespace, nn=torch.nn, cuda=torch.cuda)
-    monkeypatch.setitem(sys.modules, "torch", fake_torch)
-    monkeypatch.setattr(sys.modules["__main__"], "weights", tensor_on_gpu, raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "weights", TensorOnGpu(torch.zeros(1)), raising=False)
 
-    (finding,) = doctor_module._cuda()
+    (finding,) = diagnosis_module._cuda()
 
     assert finding.level == "note"
     assert "by the variables weights" in finding.what
@@ -88,8 +92,8 @@ def a_worker_of_a_dead_kernel() -> Iterator[int]:
         try:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        except ChildProcessError:
-            pass
+        except (ProcessLookupError, ChildProcessError):
+            pass  # the test saw its end
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names processes")

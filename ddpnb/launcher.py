@@ -47,6 +47,8 @@ TERM_TO_KILL = 0.5
 SILENT_GRACE = (1.0, 30.0)
 """Least and most seconds that a rank which did ask may take to its next question: three of its usual intervals."""
 
+_NO_EXITCODE = 255  # multiprocessing's word for a fork server that ended before it could tell
+
 _TICK = 0.02  # seconds between looks at the clock while something has a deadline
 _FLOOD = 1 << 18  # bytes of output in one read that make the reader leave this rank alone for a tick
 _MESSAGES_PIPE = 1 << 18
@@ -78,6 +80,7 @@ class Supervisor:
         self._requests: list[Method | Literal["stacks"]] = []
         self._stop_asked: float | None = None
         self._has_asked_stacks = False
+        self._problem: str | None = None
         self._oom_kills = _num_oom_kills()
         self._thread = threading.Thread(target=self._run, name=f"ddpnb-run-{plan.name}", daemon=True)
 
@@ -103,7 +106,6 @@ class Supervisor:
     # ---- the story
 
     def _run(self) -> None:
-        problem = None
         try:
             self._start_workers()
             self._decide()
@@ -111,7 +113,7 @@ class Supervisor:
                 self._hear()
                 self._decide()
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+            self._problem = f"{type(error).__name__}: {error}"
         finally:
             self._end_workers()
             self._selector.close()
@@ -119,7 +121,7 @@ class Supervisor:
             self._wakeup.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             _live.discard(self)
-            self._tell(Ended(time=time.monotonic(), problem=problem))
+            self._tell(Ended(time=time.monotonic(), problem=self._problem))
 
     def _start_workers(self) -> None:
         plan = self._plan
@@ -228,6 +230,10 @@ class Supervisor:
         exitcode = each.exitcode()
         if exitcode is None:
             return
+        if exitcode == _NO_EXITCODE and self._plan.start_method == "forkserver" and not server.is_running():
+            # The worker may well live, but nobody would tell of its end any more. It is not to blame.
+            self._problem = "the worker server died, and its workers were ended; launch again, a new one is started"
+            each.was_signalled = True
         each.is_alive = False
         each.signal(signal.SIGKILL)
         self._tell(*self._last_words(each))

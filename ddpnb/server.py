@@ -94,6 +94,11 @@ def is_ready() -> bool:
         return True  # it died: starting a worker starts another
 
 
+def is_running() -> bool:
+    """Whether this process has a fork server, whoever started it."""
+    return _is_running(forkserver._forkserver)
+
+
 def pid() -> int | None:
     """The server's process id; None where it was never started by us."""
     return _ours.pid if _ours is not None else None

@@ -36,6 +36,10 @@ Watcher = Callable[["Run"], None]
 _STACKS_PATIENCE = 1.0
 """Seconds that ranks have to say where they stand."""
 
+_LOOP_TURNS = 0.2
+"""Seconds between turns of an event loop that waits for a run: ipykernel cancels an interrupted cell at the next one,
+and does not bring it about."""
+
 on_launch: list[Callable[[Run, bool | None], None]] = []
 """Called with each new run, before it starts, and its `view` option; the notebook's view enters here."""
 
@@ -308,11 +312,14 @@ class Run:
             loop.call_soon_threadsafe(resolve)
 
         self.add_done_callback(tell)
+        turning = loop.create_task(_keep_turning())
         try:
             yield from ended
         except asyncio.CancelledError:
             self._end_on_interrupt()
             raise
+        finally:
+            turning.cancel()
         return self.result()
 
     # ---- ending
@@ -350,14 +357,16 @@ class Run:
     def __repr__(self) -> str:
         return text.label(self.name, self.world_size)
 
-    def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
+    def _repr_mimebundle_(self, **_: object) -> tuple[dict[str, Any], dict[str, Any]]:
         """One stable line; once the run has ended its figure too."""
         bundle: dict[str, Any] = {"text/plain": repr(self)}
+        metadata: dict[str, Any] = {}
         if self.done() and self._state.history:
-            from .draw.figure import png
+            from .draw.figure import display_metadata, png
 
-            bundle["image/png"] = png(self._state)
-        return bundle
+            picture = bundle["image/png"] = png(self._state)
+            metadata["image/png"] = display_metadata(picture)
+        return bundle, metadata
 
     # ---- inside
 
@@ -426,6 +435,11 @@ class Run:
         if not 0 <= rank < self.world_size:
             raise IndexError(f"there is no rank {rank}; ranks are 0 … {self.world_size - 1}")
         return rank
+
+
+async def _keep_turning() -> None:
+    while True:
+        await asyncio.sleep(_LOOP_TURNS)
 
 
 def _worker_error(state: RunState) -> WorkerError:

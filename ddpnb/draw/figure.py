@@ -1,0 +1,204 @@
+"""A run as a matplotlib figure: what `Run.plot()` gives and a saved notebook keeps.
+
+Never pyplot: its list of open figures belongs to the user's cells, and it is not safe in the threads of a kernel.
+Source: jupyterlab#19719, ipympl#610.
+
+Runs in: kernel
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from io import BytesIO
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+
+from ..state import RunState
+from . import summary
+from .curves import Curve, Line, corners, curve, labels, main_name, spread, step_ticks, ticks
+from .palette import look
+from .words import cut, number, tick
+
+_STROKES = 300
+_NUM_PANELS = 3
+_INCHES = (7.6, 3.1)
+_DPI = 100  # at which a pixel of the figure is one of the page
+_SHARP = 2  # pixels of the picture to a pixel of the page
+_COLOURS = 64  # thin lines on white need no more, and it makes a third of the bytes
+
+# Of the figure: left, bottom, width, height.
+_ALONE = (0.062, 0.105, 0.815, 0.67)
+_BESIDE = (0.062, 0.105, 0.53, 0.67)
+_PANELS = (0.755, 0.105, 0.23, 0.67)
+_PANEL_GAP = 0.13
+_LABEL_HEIGHT = 0.068  # of the main axes
+
+_INK, _SOFT, _LINE, _BAD = "#1f1f1f", "#616161", "#e4e4e4", "#c62828"
+
+# Pictures are made in the views' thread and in cells, and matplotlib's caches know no threads.
+_one_at_a_time = threading.Lock()
+
+
+class RunFigure(Figure):
+    """A figure that a notebook shows: without pyplot nobody has told IPython how."""
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, object]]:
+        picture = _picture(self)
+        return picture, display_metadata(picture)
+
+
+def figure(state: RunState, now: float | None = None) -> Figure:
+    """The curves of all ranks and their mean, opaque, on white; words where there is nothing to draw.
+
+    Args:
+        state: What is known of the run.
+        now: Monotonic time, for what has elapsed; None reads the clock.
+    """
+    drawn = RunFigure(figsize=_INCHES, dpi=_DPI, facecolor="white")
+    _head(drawn, state, time.monotonic() if now is None else now)
+    shown = _curves(state)
+    if not shown:
+        _say(drawn, state)
+        return drawn
+    main, *others = shown
+    _plot_main(drawn.add_axes(_BESIDE if others else _ALONE), main)
+    left, bottom, width, height = _PANELS
+    part = (height + _PANEL_GAP) / (len(others) or 1)
+    for place, other in enumerate(reversed(others)):
+        _plot_small(drawn.add_axes((left, bottom + place * part, width, part - _PANEL_GAP)), other, main.steps)
+    return drawn
+
+
+def png(state: RunState, now: float | None = None) -> bytes:
+    """The figure as PNG, with twice the pixels that `size()` says, for sharp screens."""
+    return _picture(figure(state, now))
+
+
+def display_metadata(picture: bytes) -> dict[str, object]:
+    """How a page is to show a picture of ours: at half its pixels, so that it is sharp, and on white."""
+    width, height = struct.unpack(">II", picture[16:24])  # PNG's first chunk, IHDR, has them there
+    return {"needs_background": "light", "width": width // _SHARP, "height": height // _SHARP}
+
+
+def _picture(drawn: Figure) -> bytes:
+    pixels = BytesIO()
+    with _one_at_a_time:
+        drawn.savefig(pixels, format="raw", dpi=_DPI * _SHARP, facecolor="white")
+    width, height = (round(inches * _DPI * _SHARP) for inches in _INCHES)
+    image = Image.frombuffer("RGBA", (width, height), pixels.getvalue()).convert("RGB")
+    small = image.quantize(_COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    # The octree makes white a shade darker, which shows on a white page.
+    small.putpalette([255 if shade >= 252 else shade for shade in small.getpalette() or []])
+    picture = BytesIO()
+    small.save(picture, "png")
+    return picture.getvalue()
+
+
+def _curves(state: RunState) -> list[Curve]:
+    """The curves that have something to show, the main one first."""
+    main = main_name(state)
+    names = [main, *(name for name in list(state.history) if name != main)] if main else []
+    drawn = [shown for name in names if not (shown := curve(state, name, _STROKES)).is_empty]
+    # A value logged once, such as a learning rate, needs no panel.
+    return [shown for shown in drawn if shown is drawn[0] or shown.steps[0] < shown.steps[1]][: 1 + _NUM_PANELS]
+
+
+def _head(drawn: Figure, state: RunState, now: float) -> None:
+    failed = state.first_failure or state.problem
+    words = " · ".join([summary.status(state), *summary.place(state), *summary.facts(state, now)])
+    drawn.text(0.012, 0.975, cut(state.name, 60), size=10, weight="bold", color=_INK, va="top", parse_math=False)
+    drawn.text(0.012, 0.905, cut(words, 120), size=7.5, color=_BAD if failed else _SOFT, va="top", parse_math=False)
+
+
+def _say(drawn: Figure, state: RunState) -> None:
+    """What there is to read, in place of axes with nothing in them."""
+    failure = summary.failure(state)
+    if failure:
+        rows = failure.splitlines()[:13]
+    else:
+        rows = [f"{rank}│ {line}" for rank, line in summary.last_lines(state, 12).lines] or ["no values were logged"]
+    text = "\n".join(cut(row, 112) for row in rows)
+    hue = _BAD if failure else _INK
+    drawn.text(0.012, 0.81, text, size=7.5, color=hue, va="top", family="monospace", linespacing=1.5, parse_math=False)
+
+
+def _plot_main(axes: Axes, shown: Curve) -> None:
+    _frame(axes, shown, shown.steps, num_ticks=5, title=shown.name)
+    _draw(axes, shown, scale=1.0)
+    bottom, top = axes.get_ylim()
+    ends = labels(shown)
+    heights = spread([(label.value - bottom) / (top - bottom) for label in ends], _LABEL_HEIGHT, 0.0, 1.0)
+    for label, height in zip(ends, heights, strict=True):
+        hue = _INK if label.is_mean else _SOFT if label.rank is None else look(label.rank).light
+        weight = "bold" if label.is_mean else "normal"
+        beside = axes.text(1.025, height, label.text, size=7.5, color=hue, weight=weight, va="center", parse_math=False)
+        beside.set_transform(axes.transAxes)
+        if label.is_mean or label.rank is not None:
+            axes.plot(label.step, label.value, "o", color=hue, markersize=2.8, clip_on=False, zorder=4)
+    axes.text(1.025, -0.04, "step", size=7, color=_SOFT, va="top", transform=axes.transAxes)
+
+
+def _plot_small(axes: Axes, shown: Curve, steps: tuple[float, float]) -> None:
+    _frame(axes, shown, steps, num_ticks=2, title=f"{shown.name}  {number(shown.newest)}")
+    _draw(axes, shown, scale=0.75)
+
+
+def _frame(axes: Axes, shown: Curve, steps: tuple[float, float], *, num_ticks: int, title: str) -> None:
+    """Grid, round numbers and title; every colour by name, since the user's matplotlib style may be a dark one."""
+    (first, last), rows = steps, ticks(*shown.values, num_ticks)
+    columns = step_ticks(first, last, num_ticks)
+    axes.set_facecolor("white")
+    axes.set_xlim(first, last if last > first else first + 1)
+    axes.set_ylim(rows[0], rows[-1])
+    axes.set_yticks(rows, labels=[tick(row) for row in rows])
+    axes.set_xticks(columns, labels=[tick(step) for step in columns])
+    axes.tick_params(length=0, labelsize=7, labelcolor=_SOFT, pad=4)
+    axes.grid(visible=True, axis="y", color=_LINE, linewidth=0.7, linestyle="-")
+    axes.grid(visible=False, axis="x")
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+    bad = summary.bad_values(shown)
+    words = f"{title}   ({bad})" if bad else title
+    axes.set_title(words, loc="left", size=8, weight="bold", color=_BAD if bad else _INK, pad=6, parse_math=False)
+
+
+def _draw(axes: Axes, shown: Curve, *, scale: float) -> None:
+    if shown.band:
+        steps, low, high = zip(*shown.band.edges, strict=True)
+        axes.fill_between(steps, low, high, color=look(0).light, alpha=0.2, linewidth=0)
+    else:
+        for line in shown.lines:
+            _draw_line(axes, line, width=scale * (0.8 if shown.mean else 1.3), is_alone=not shown.mean)
+    if shown.mean:
+        axes.plot(
+            *zip(*shown.mean, strict=True),
+            color=_INK,
+            linewidth=1.6 * scale,
+            solid_capstyle="round",
+            marker=_dot(shown.mean),
+        )
+
+
+def _draw_line(axes: Axes, line: Line, *, width: float, is_alone: bool) -> None:
+    own = look(line.rank)
+    style = (0, own.dash) if own.dash and not is_alone else "-"
+    for part in line.parts:
+        points = corners(part)
+        axes.plot(
+            *zip(*points, strict=True),
+            color=own.light,
+            linewidth=width,
+            linestyle=style,
+            alpha=0.85,
+            marker=_dot(points),
+        )
+
+
+def _dot(points: Sequence[object]) -> str:
+    """The marker: a line of a single point is none to be seen."""
+    return "o" if len(points) == 1 else ""

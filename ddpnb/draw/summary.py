@@ -1,0 +1,179 @@
+"""What a view says of a run in words: status, place, progress, values, the last lines written.
+
+Text, HTML and matplotlib say the same, because all ask here.
+
+Runs in: kernel
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+
+from ..messages import Progress
+from ..report import report
+from ..series import Series
+from ..state import RankState, RunState
+from .curves import Curve, mean
+from .words import count, cut, duration, number, rate
+
+_RATE_POINTS = 200
+"""Newest points that the speed is measured over."""
+_LINE_LENGTH = 160
+"""Characters shown of a line of output."""
+
+# CSI and OSC sequences of a terminal, then what is left of control characters.
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
+
+
+@dataclass(frozen=True, slots=True)
+class LastLines:
+    """The newest lines of the ranks' output."""
+
+    lines: tuple[tuple[int, str], ...]
+    """(rank, line), by rank, then by age."""
+    hidden_ranks: int
+    """Ranks that wrote and had no room here."""
+
+
+def status(state: RunState) -> str:
+    """Where the run is, and whose fault it was."""
+    if state.status == "failed" and state.first_failure:
+        return f"failed on rank {state.first_failure.rank}"
+    if state.status == "finished" and state.asked:
+        return "stopped early, value kept"
+    return state.status
+
+
+def place(state: RunState) -> list[str]:
+    """Where the run computes: ["4 ranks", "gloo", "cpu"]."""
+    kinds = sorted({rank.device.partition(":")[0] for rank in state.ranks if rank.device})
+    return [count(state.world_size, "rank"), *filter(None, [state.backend]), *kinds]
+
+
+def elapsed(state: RunState, now: float) -> float:
+    """Seconds since the launch, up to the end."""
+    return (now if state.ended is None else state.ended) - state.started
+
+
+def fraction(state: RunState) -> float | None:
+    """How much of rank 0's loops is done, 0 … 1; None where the outermost has no length."""
+    loops = state.ranks[0].progress
+    return _fraction(loops) if loops and loops[0].total else None
+
+
+def facts(state: RunState, now: float) -> list[str]:
+    """Progress, speed and time: ["epoch 2/5", "step 340/900", "86 steps/s", "0:14 elapsed", "0:22 left"]."""
+    series = _busiest(state)
+    loops = state.ranks[0].progress
+    words = [_loop(loop, is_inner=loop is loops[-1]) for loop in loops]
+    if series and series.last and (not loops or (len(loops) == 1 and loops[0].description not in ("", "step"))):
+        words.append(f"step {series.last[0]:,}")
+    if state.ended is not None:
+        return [*words, duration(elapsed(state, now))]
+    speed = _speed(series) if series else None
+    if speed:
+        words.append(rate(speed, "step"))
+    words.append(f"{duration(elapsed(state, now))} elapsed")
+    left = _left(state, now)
+    if left is not None:
+        words.append(f"{duration(left)} left")
+    return words
+
+
+def values(state: RunState, *, but: str | None = None, limit: int = 6) -> list[str]:
+    """The newest values, meaned over the ranks: ["accuracy 0.930", "lr 0.100"]; `but` is drawn already."""
+    names = [name for name in list(state.history) if name != but]
+    shown = [f"{name} {number(newest(state, name))}" for name in names[:limit]]
+    return shown + [f"and {len(names) - limit} more"] * (len(names) > limit)
+
+
+def newest(state: RunState, name: str) -> float:
+    """Mean over the ranks of their last values."""
+    last = [series.last for series in dict(state.history[name]).values()]
+    return mean([point[1] for point in last if point])
+
+
+def bad_values(curve: Curve) -> str | None:
+    """That some values are nan or infinite, and whose; None where all are finite."""
+    bad = [line for line in curve.lines if line.bad]
+    total = sum(line.bad for line in bad)
+    if not total:
+        return None
+    whose = "" if len(curve.lines) == 1 else f" ({_ranks([line.rank for line in bad])})"
+    return f"{total:,} {'value is' if total == 1 else 'values are'} not finite{whose}"
+
+
+def last_lines(state: RunState, limit: int) -> LastLines:
+    """The newest lines, `limit` at most: whoever has written most gives way first."""
+    lines = {rank.rank: [line for line in map(clean, _spoken(rank, limit)) if line.strip()] for rank in state.ranks}
+    lines = {rank: own for rank, own in lines.items() if own}
+    num_speakers = len(lines)
+    for _ in range(sum(map(len, lines.values())) - limit):
+        longest = max(lines, key=lambda rank: (len(lines[rank]), rank))
+        lines[longest] = lines[longest][1:]
+    shown = {rank: own for rank, own in lines.items() if own}
+    return LastLines(tuple((rank, line) for rank, own in shown.items() for line in own), num_speakers - len(shown))
+
+
+def _spoken(rank: RankState, limit: int) -> list[str]:
+    """A rank's newest lines. A traceback at their end is left out: the report has it, or folds it as an echo."""
+    if rank.raised is None:
+        return rank.output.lines(limit)
+    traceback = rank.raised.traceback.splitlines()
+    lines = rank.output.lines(limit + len(traceback))
+    return lines[: -len(traceback)] if lines[-len(traceback) :] == traceback else lines[-limit:]
+
+
+def clean(line: str) -> str:
+    """A line of output without what would steer a terminal, cut to a width that can be read."""
+    return cut(_CONTROL.sub("", line).expandtabs(4), _LINE_LENGTH)
+
+
+def failure(state: RunState) -> str | None:
+    """The report of a failed run; None where nothing failed."""
+    if not state.first_failure and not state.problem:
+        return None
+    return report(state)
+
+
+def _fraction(loops: tuple[Progress, ...]) -> float:
+    if not loops or not loops[0].total:
+        return 0.0
+    outer, inner = loops[0], loops[1:]
+    return min(1.0, (outer.done + _fraction(inner)) / outer.total) if outer.total else 0.0
+
+
+def _loop(loop: Progress, *, is_inner: bool) -> str:
+    # An outer loop is in its next item while another runs inside; after its last, the inner one is still listed.
+    done = loop.done if is_inner or loop.done == loop.total else loop.done + 1
+    where = f"{done:,}" if loop.total is None else f"{done:,}/{loop.total:,}"
+    return f"{loop.description} {where}".strip()
+
+
+def _left(state: RunState, now: float) -> float | None:
+    done, so_far = fraction(state), elapsed(state, now)
+    # Before that the guess is worth nothing.
+    return so_far * (1 - done) / done if done and done > 0.02 and so_far > 2 else None
+
+
+def _busiest(state: RunState) -> Series | None:
+    """The series with the most points: that which is logged in every step."""
+    every = chain.from_iterable(list(ranks.values()) for ranks in list(state.history.values()))
+    return max(every, key=lambda series: series.num_points, default=None)
+
+
+def _speed(series: Series) -> float | None:
+    steps, _, times = series.tail(_RATE_POINTS)
+    if len(steps) < 2 or times[-1] <= times[0] or steps[-1] <= steps[0]:
+        return None
+    return (steps[-1] - steps[0]) / (times[-1] - times[0])
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    named = [str(rank) for rank in ranks]
+    if len(named) > 4:
+        return f"{len(named)} ranks"
+    return f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named)}"

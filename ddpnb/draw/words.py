@@ -1,0 +1,56 @@
+"""Numbers as people write them.
+
+    duration(75)        '1:15'
+    number(0.23)        '0.230'
+    rate(0.4, "step")   '2.5 s/step'
+    count(1, "rank")    '1 rank'
+
+Runs in: kernel
+"""
+
+from __future__ import annotations
+
+from math import floor, isfinite, log10
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as a clock shows them."""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def number(value: float) -> str:
+    """A measured value in three digits, trailing zeros kept: a number that is read while it changes must not jump."""
+    if not isfinite(value) or value == 0:
+        return f"{value + 0.0:g}"
+    exponent = floor(log10(abs(float(f"{value:.2e}"))))
+    if not -4 < exponent < 6:
+        mantissa, _, power = f"{value:.2e}".partition("e")
+        return f"{mantissa}e{int(power)}"
+    return f"{value:,.{max(0, 2 - exponent)}f}"
+
+
+def tick(value: float) -> str:
+    """A round number beside an axis."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if max(size, 1e4) <= abs(value) < 1e12:
+            return f"{value / size:.6g}{letter}"
+    return f"{value + 0.0:.6g}"
+
+
+def rate(per_second: float, unit: str) -> str:
+    """Speed, turned over where less than one comes in a second."""
+    if per_second < 1:
+        return f"{number(1 / per_second)} s/{unit}"
+    return f"{per_second:,.0f} {unit}s/s" if per_second >= 10 else f"{per_second:.1f} {unit}s/s"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things, with the plural's s."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def cut(text: str, length: int) -> str:
+    """At most `length` characters, and a sign where some are missing."""
+    return text if len(text) <= length else text[: length - 1] + "…"

@@ -1,0 +1,149 @@
+"""The one thread that draws: it keeps every live view up to date, and not more often than a page can bear.
+
+ipywidgets has no locks, so only this thread may write to a widget once it is shown.
+
+Runs in: kernel
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..state import RunState
+
+INTERVAL = 0.5
+"""Seconds from one drawing of a view to the next, at least."""
+
+TICK = 1.0
+"""Seconds after which a view is drawn again though nothing was said: time goes on."""
+
+COST_FACTOR = 20
+"""A view rests this many times as long as it took to draw, so that it stays below a twentieth of a core."""
+
+
+class Watched(Protocol):
+    """What a view needs of a `Run`."""
+
+    watchers: list[Callable[[Any], None]]
+    """Called by the run's own thread when something has changed, and once after its end."""
+    finishers: list[Callable[[Any], None]]
+    """Called in the thread of each cell that waits, once the run has ended."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    @property
+    def world_size(self) -> int:
+        """Its number of ranks."""
+
+    @property
+    def state(self) -> RunState:
+        """What is known now."""
+
+
+class View(Protocol):
+    """Something that shows a run and can be drawn again."""
+
+    @property
+    def run(self) -> Watched:
+        """The run shown."""
+
+    def draw(self) -> None:
+        """Show `run.state` as it is now."""
+
+    def fail(self, error: str) -> None:
+        """Show that `draw` has raised; it is not called again."""
+
+
+class Painter:
+    """Draws views from one daemon thread, which lives as long as one of their runs does."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of the two below
+        self._turns: list[_Turn] = []
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+
+    def add(self, view: View) -> None:
+        """Keep `view` up to date until its run has ended."""
+        turn = _Turn(view, self._wake)
+        view.run.watchers.append(turn.changed)
+        with self._lock:
+            self._turns.append(turn)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._paint, name="ddpnb-view", daemon=True)
+                self._thread.start()
+        # The run may have ended before it had this watcher.
+        turn.changed(view.run)
+
+    def _paint(self) -> None:
+        while turns := self._unfinished():
+            pause = min(turn.take(time.monotonic()) for turn in turns)
+            self._wake.wait(max(0.0, pause))
+            self._wake.clear()
+
+    def _unfinished(self) -> list[_Turn]:
+        with self._lock:
+            self._turns = [turn for turn in self._turns if not turn.is_over]
+            if not self._turns:
+                # Under the lock: `add` starts a new thread or this one has seen its view.
+                self._thread = None
+            return list(self._turns)
+
+
+class _Turn:
+    """When a view is drawn next."""
+
+    def __init__(self, view: View, wake: threading.Event) -> None:
+        self._view = view
+        self._wake = wake
+        self._has_changed = False
+        self._drawn = time.monotonic()  # when it was drawn last; a view is made up to date
+        self._rest = INTERVAL
+        self.is_over = False
+
+    def changed(self, run: Watched) -> None:
+        """Ask to be drawn. In the run's own thread, many times a second: the painter is woken once a drawing."""
+        if not self._has_changed:
+            self._has_changed = True
+            self._wake.set()
+
+    def take(self, now: float) -> float:
+        """Draw if it is time; seconds until it is time again."""
+        if now >= self._due():
+            self._draw(now)
+        return 0.0 if self.is_over else self._due() - now
+
+    def _due(self) -> float:
+        return self._drawn + (self._rest if self._has_changed else max(self._rest, TICK))
+
+    def _draw(self, now: float) -> None:
+        # Both before the state is read: what changes while we draw is drawn next time.
+        self._has_changed = False
+        self.is_over = self._view.run.state.ended is not None
+        self._drawn = now
+        begin = time.thread_time()
+        try:
+            self._view.draw()
+        except Exception:
+            self.is_over = True
+            self._report(traceback.format_exc())
+        self._rest = max(INTERVAL, COST_FACTOR * (time.thread_time() - begin))
+        if self.is_over:
+            self._view.run.watchers.remove(self.changed)
+
+    def _report(self, error: str) -> None:
+        try:
+            self._view.fail(error)
+        except Exception:
+            # Not even that could be shown: the thread goes on for the other views, the kernel's stderr has both.
+            traceback.print_exc()
+
+
+painter = Painter()
+"""The process's own."""

@@ -1,0 +1,423 @@
+"""Drawings of states that were folded from lists of messages: no process, no widget."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from itertools import combinations, pairwise
+from math import inf, nan
+
+import pytest
+
+from ddpnb import draw
+from ddpnb.draw import curves, summary, words
+from ddpnb.draw.curves import curve, spread, ticks
+from ddpnb.draw.figure import display_metadata, figure, png
+from ddpnb.draw.palette import DARK, LIGHT, look
+from ddpnb.draw.svg import STROKES, svg
+from ddpnb.messages import Asked, Ended, Noted
+from ddpnb.state import RunState, fold, new_state
+
+from .messages_for_tests import finished, folded, metrics, output, progress, raised
+
+
+def falling(num_points: int, *, spike_at: int | None = None) -> list[float]:
+    values = [2.0 / (1 + step / 50) for step in range(num_points)]
+    if spike_at is not None:
+        values[spike_at] = 77.0
+    return values
+
+
+def svg_of(state: RunState) -> str:
+    return svg(curve(state, "loss", STROKES))
+
+
+def heights(picture: str, css_class: str) -> list[float]:
+    """The y of every point in the paths of a class."""
+    paths = re.findall(rf'<path class="{css_class}[^"]*" d="([^"]*)"', picture)
+    return [float(y) for path in paths for y in re.findall(r"[ML ][\d.]+ ([\d.]+)", path)]
+
+
+# ---- the words
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.0, "0"),
+        (-0.0, "0"),
+        (0.23, "0.230"),
+        (2.5, "2.50"),
+        (99.95, "100"),
+        (1234.5, "1,234"),
+        (1e-7, "1.00e-7"),
+        (1e9, "1.00e9"),
+        (nan, "nan"),
+        (-inf, "-inf"),
+    ],
+)
+def test_a_number_has_three_digits(value: float, expected: str) -> None:
+    assert words.number(value) == expected
+
+
+def test_durations_and_rates_read_like_a_clock_and_a_speedometer() -> None:
+    assert [words.duration(seconds) for seconds in (0.9, 75, 3723)] == ["0:00", "1:15", "1:02:03"]
+    assert [words.rate(speed, "step") for speed in (0.4, 5.25, 1840)] == ["2.50 s/step", "5.2 steps/s", "1,840 steps/s"]
+
+
+def test_nested_loops_are_told_from_the_outside_in() -> None:
+    state = folded(
+        1, [progress(0, 0, 1, 5, "epoch"), progress(0, 1, 90, 180, "step"), metrics(0, "loss", falling(100))]
+    )
+
+    assert summary.fraction(state) == pytest.approx(1.5 / 5)
+    assert summary.facts(state, 14.0) == ["epoch 2/5", "step 90/180", "100 steps/s", "0:14 elapsed", "0:32 left"]
+
+
+def test_a_loop_never_passes_its_end() -> None:
+    state = folded(1, [progress(0, 0, 5, 5, "epoch"), progress(0, 1, 180, 180, "step")])
+
+    assert summary.fraction(state) == 1.0
+    assert summary.facts(state, 1.0)[:2] == ["epoch 5/5", "step 180/180"]
+
+
+def test_a_loop_without_a_length_has_no_bar() -> None:
+    state = folded(1, [progress(0, 0, 7, None, "batch")])
+
+    assert summary.fraction(state) is None
+    assert summary.facts(state, 1.0) == ["batch 7", "0:01 elapsed"]
+    assert 'role="progressbar"' not in draw.card(state, 1.0)
+
+
+def test_an_empty_loop_is_drawn() -> None:
+    state = folded(1, [progress(0, 0, 0, 0, "epoch"), *finished(1)])
+
+    assert "epoch 0/0" in draw.card(state, 1.0)
+
+
+def test_the_newest_lines_of_all_ranks_share_the_room() -> None:
+    flood = output(0, "".join(f"line {number}\n" for number in range(100)))
+    state = folded(3, [flood, output(2, "one word\n")])
+
+    assert summary.last_lines(state, 4).lines == ((0, "line 97"), (0, "line 98"), (0, "line 99"), (2, "one word"))
+
+
+def test_ranks_without_room_are_counted() -> None:
+    state = folded(64, [output(rank, "hello\n") for rank in range(64)])
+
+    last = summary.last_lines(state, 8)
+
+    assert [rank for rank, _ in last.lines] == list(range(8))
+    assert last.hidden_ranks == 56
+    assert "and 56 more ranks" in draw.card(state, 1.0)
+
+
+def test_a_traceback_is_shown_once_in_the_report_and_not_among_the_lines() -> None:
+    failure = raised(1)
+
+    state = folded(2, [output(1, "epoch 3\n" + failure.traceback), failure])
+
+    assert ((1, "epoch 3"),) == summary.last_lines(state, 8).lines
+    assert 1 == draw.card(state, 5.0).count("Traceback (most recent call last)")
+
+
+def test_a_run_that_was_told_to_stop_and_kept_its_value_says_so() -> None:
+    state = folded(2, [Asked(time=1.0, how="stop"), *finished(2)])
+
+    assert "stopped early, value kept" == summary.status(state)
+
+
+def test_a_slow_start_is_explained() -> None:
+    state = new_state("train", 2, backend="gloo", started=0.0)
+
+    assert "the first launch of a kernel loads PyTorch" not in draw.card(state, 0.2)
+    assert "the first launch of a kernel loads PyTorch" in draw.card(state, 3.0)
+
+
+def test_what_steers_a_terminal_is_taken_out_of_a_line() -> None:
+    assert summary.clean("\x1b[31mred\x1b[0m\x07 \x1b]0;title\x07x\ty") == "red x   y"
+    assert len(summary.clean("x" * 1000)) < 200
+
+
+# ---- the palette
+
+
+def contrast(one: str, other: str) -> float:
+    """Source: WCAG 2.2, "contrast ratio"."""
+
+    def luminance(colour: str) -> float:
+        channels = [int(colour[begin : begin + 2], 16) / 255 for begin in (1, 3, 5)]
+        linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_every_rank_can_be_read_on_its_page() -> None:
+    assert all(contrast(colour, "#ffffff") >= 4.5 for colour in LIGHT)
+    assert all(contrast(colour, "#1e1e1e") >= 4.5 for colour in DARK)
+
+
+def test_thirty_ranks_look_different() -> None:
+    assert all(one != other for one, other in combinations(map(look, range(30)), 2))
+    assert look(1_000_003).light in LIGHT
+
+
+# ---- the curve
+
+
+def test_the_loss_is_the_curve_whatever_was_logged_first() -> None:
+    first = [metrics(0, "accuracy", [0.1])]
+
+    assert curves.main_name(folded(1, [*first, metrics(0, "train_loss", [1.0]), metrics(0, "loss", [1.0])])) == "loss"
+    assert curves.main_name(folded(1, [*first, metrics(0, "train_loss", [1.0])])) == "train_loss"
+    assert curves.main_name(folded(1, first)) == "accuracy"
+    assert curves.main_name(folded(1)) is None
+
+
+@pytest.mark.parametrize("spike_at", [0, 5_000, 99_999])
+def test_a_spike_survives_any_number_of_points(spike_at: int) -> None:
+    state = folded(2, [metrics(0, "loss", falling(100_000, spike_at=spike_at)), metrics(1, "loss", falling(100_000))])
+    drawn = curve(state, "loss", STROKES)
+
+    assert len(drawn.lines[0].strokes) <= STROKES
+    assert max(height for part in drawn.lines[0].parts for _, height in curves.corners(part)) == 77.0
+    assert max(line.get_ydata().max() for line in figure(state).axes[0].lines) == 77.0
+
+
+def test_a_spike_survives_in_the_band_of_many_ranks() -> None:
+    state = folded(
+        64, [metrics(rank, "loss", falling(1000, spike_at=500 if rank == 40 else None)) for rank in range(64)]
+    )
+
+    band = curve(state, "loss", STROKES).band
+
+    assert band
+    assert max(high for _, _, high in band.edges) == 77.0
+    assert "rank 40" not in svg_of(state)  # it ends where the others do
+
+
+def test_the_card_does_not_grow_with_the_number_of_points() -> None:
+    def num_bytes(num_points: int) -> int:
+        values = [(step * 7919 % 1000) / 1000 for step in range(num_points)]
+        return len(draw.card(folded(4, [metrics(rank, "loss", values) for rank in range(4)]), 1.0).encode())
+
+    assert num_bytes(1000) < 30_000
+    assert num_bytes(1_000_000) < 1.1 * num_bytes(1000)
+
+
+def test_the_card_does_not_grow_with_the_number_of_ranks() -> None:
+    state = folded(64, [metrics(rank, "loss", falling(1000)) for rank in range(64)])
+
+    assert len(draw.card(state, 1.0).encode()) < 20_000
+
+
+def test_the_mean_is_drawn_where_every_rank_has_a_value() -> None:
+    state = folded(2, [metrics(0, "loss", [1.0] * 10), metrics(1, "loss", [3.0] * 6, first_step=2)])
+
+    assert curve(state, "loss", STROKES).mean == tuple((float(step), 2.0) for step in range(2, 8))
+
+
+def test_ranks_that_never_meet_have_no_mean_line() -> None:
+    state = folded(2, [metrics(0, "loss", [1.0, 1.0]), metrics(1, "loss", [3.0, 3.0], first_step=100)])
+
+    assert curve(state, "loss", STROKES).mean == ()
+    assert "mean" not in svg_of(state)
+
+
+def test_values_that_are_not_finite_leave_a_gap_and_are_said() -> None:
+    state = folded(2, [metrics(0, "loss", [1.0, nan, inf, 2.0]), metrics(1, "loss", [1.0, 1.0, 1.0, 1.0])])
+    drawn = curve(state, "loss", STROKES)
+
+    assert [len(part) for part in drawn.lines[0].parts] == [1, 1]
+    assert "loss: 2 values are not finite (rank 0)" in draw.card(state, 1.0)
+    assert "2 values are not finite" in figure(state).axes[0].get_title(loc="left")
+    assert not re.search(r'[dxy]="[^"]*(nan|inf)', svg_of(state))
+
+
+def test_a_run_of_nothing_but_nan_has_no_axes() -> None:
+    state = folded(2, [metrics(rank, "loss", [nan, nan]) for rank in range(2)])
+
+    card = draw.card(state, 1.0)
+
+    assert "<svg" not in card
+    assert "4 values are not finite (ranks 0, 1)" in card
+    assert figure(state).axes == []
+    assert "4 values are not finite" in draw.text_card(state, 1.0)
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, 1e300, -1e308, 5e-324, 1e-12])
+def test_a_constant_of_any_size_is_drawn(value: float) -> None:
+    state = folded(2, [metrics(rank, "loss", [value] * 3) for rank in range(2)])
+
+    ElementTree.fromstring(svg_of(state))
+    assert png(state)
+    assert draw.text_card(state, 1.0)
+
+
+def test_values_of_all_sizes_are_drawn_together() -> None:
+    state = folded(1, [metrics(0, "loss", [1e308, -1e308, 1e308, 0.0])])
+
+    assert not re.search("nan|inf", svg_of(state))
+    assert png(state)
+
+
+def test_one_value_is_a_dot() -> None:
+    assert "<circle" in svg_of(folded(1, [metrics(0, "loss", [0.5])]))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.03, 2.41, [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]),
+        (0.0, 0.0, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (-1.0, 1.0, [-1.0, -0.5, 0.0, 0.5, 1.0]),
+        (0.1, 0.3, [0.1, 0.15, 0.2, 0.25, 0.3]),
+    ],
+)
+def test_ticks_are_round_and_enclose_the_values(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high, 5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("wanted", [[100.0] * 9, [0.0, 200.0], [199.0, 198.0, 50.0], [0.0, 1.0, 2.0, 199.0]])
+def test_labels_stay_apart_in_order_and_inside(wanted: list[float]) -> None:
+    placed = spread(wanted, 14.0, 0.0, 200.0)
+
+    assert all(later - earlier >= 14.0 - 1e-9 for earlier, later in pairwise(sorted(placed)))
+    assert min(placed) >= 0.0
+    assert max(placed) <= 200.0
+    assert sorted(wanted) == [at for _, at in sorted(zip(placed, wanted, strict=True))]
+
+
+def test_labels_with_room_stay_where_they_want_to_be() -> None:
+    assert spread([150.0, 20.0, 80.0], 14.0, 0.0, 200.0) == [150.0, 20.0, 80.0]
+
+
+def test_equal_ends_have_labels_apart() -> None:
+    picture = svg_of(folded(8, [metrics(rank, "loss", falling(50)) for rank in range(8)]))
+
+    found = [float(y) for y in re.findall(r'y="([\d.]+)">(?:rank \d|mean) ', picture)]
+
+    assert len(found) == 9
+    assert all(later - earlier >= 13.9 for earlier, later in pairwise(sorted(found)))
+
+
+def test_the_picture_says_in_words_what_it_shows() -> None:
+    root = ElementTree.fromstring(svg_of(folded(2, [metrics(0, "loss", [3.0, 1.0]), metrics(1, "loss", [3.0, 2.0])])))
+    name = "{http://www.w3.org/2000/svg}"
+
+    assert root.get("role") == "img"
+    assert root.findtext(f"{name}title") == "loss of 2 ranks"
+    assert root.findtext(f"{name}desc") == (
+        "rank 0 1.00, rank 1 2.00, mean 1.50 at step 1; from step 0 on between 1.00 and 3.00"
+    )
+
+
+# ---- the card
+
+
+def test_what_a_user_wrote_is_never_markup() -> None:
+    evil = "<script>alert(1)</script>&\"'"
+    messages = [metrics(0, evil, [1.0, 2.0]), output(0, evil + "\n"), Noted(time=0.0, text=evil), raised(0, evil)]
+    state = folded(1, [*messages, progress(0, 0, 1, 2, evil), Ended(time=2.0, problem=None)], name=evil)
+
+    for page in (draw.card(state, 1.0), draw.card(state, 1.0, picture=b"png"), draw.trouble(evil, evil)):
+        assert "<script" not in page
+        ElementTree.fromstring(f"<page>{page}</page>")
+
+
+def test_a_name_with_mathematics_in_it_is_drawn_as_it_is() -> None:
+    assert png(folded(1, [metrics(0, "$\\frac{", [1.0, 2.0]), output(0, "$\\frac{\n")], name="$\\frac{"))
+
+
+def test_before_the_first_value_the_card_says_how_to_log_one() -> None:
+    assert "ddpnb.log(loss=…)" in draw.card(folded(2), 1.0)
+    assert "starting 2 workers" in draw.card(new_state("train", 2, backend="gloo", started=0.0), 1.0)
+
+
+def test_a_run_that_logged_nothing_ends_without_axes() -> None:
+    state = folded(2, finished(2))
+
+    assert "<svg" not in draw.card(state, 99.0)
+    assert "ddpnb.log" not in draw.card(state, 99.0)
+    assert figure(state).axes == []
+
+
+def test_the_clock_stops_at_the_end() -> None:
+    state = folded(2, finished(2, at=36.0))
+
+    assert draw.card(state, 36.0) == draw.card(state, 99.0)
+    assert "0:36" in draw.card(state, 99.0)
+
+
+def test_a_failure_is_shown_with_its_rank_and_report() -> None:
+    state = folded(2, [raised(1, "bad shape"), Ended(time=2.0, problem=None)])
+
+    for page in (draw.card(state, 3.0), draw.text_card(state, 3.0)):
+        assert "failed on rank 1" in page
+        assert "ValueError: bad shape" in page
+    assert "bad shape" in " ".join(text.get_text() for text in figure(state).texts)
+
+
+def test_a_run_that_could_not_begin_says_why() -> None:
+    state = fold(new_state("train", 2, backend="gloo", started=0.0), Ended(time=1.0, problem="the server died"))
+
+    assert "the server died" in draw.card(state, 1.0)
+    assert png(state)
+
+
+def test_the_final_picture_has_a_text_for_who_cannot_see_it() -> None:
+    state = folded(2, [metrics(rank, "loss", [1.0, 0.25]) for rank in range(2)] + finished(2))
+
+    page = draw.card(state, 99.0, picture=b"png")
+
+    assert 'alt="train, finished: loss 0.250"' in page
+    assert "<svg" not in page
+
+
+def test_every_theme_has_its_colours() -> None:
+    page = draw.card(folded(1), 1.0)
+
+    assert '[data-jp-theme-light="false"] .ddpnb' in page
+    assert "body.vscode-dark .ddpnb" in page
+    assert all(colour in page for colour in LIGHT + DARK)
+
+
+# ---- text and figure
+
+
+def test_the_label_is_the_same_at_every_moment() -> None:
+    assert draw.label("train", 2) == "<ddpnb run 'train': 2 ranks>"
+    assert draw.label("train", 1) == "<ddpnb run 'train': 1 rank>"
+
+
+def test_the_text_card_shows_bar_curve_and_output() -> None:
+    messages = [metrics(rank, "loss", falling(340)) for rank in range(2)]
+    state = folded(2, [*messages, progress(0, 0, 1, 4, "epoch"), output(1, "hello\n")])
+
+    head, bar, spark, last = draw.text_card(state, 14.0).splitlines()
+
+    assert head == "● train  running · 2 ranks · gloo · cpu"
+    assert bar.startswith("█" * 10 + "░" * 30 + "  epoch 1/4")
+    assert spark.startswith("█")
+    assert last == "1│ hello"
+
+
+def test_the_saved_picture_is_small_and_sharp() -> None:
+    messages = [metrics(rank, name, falling(5000)) for rank in range(4) for name in ("loss", "accuracy", "lr")]
+
+    picture = png(folded(4, messages + finished(4)))
+
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) < 60_000
+    assert display_metadata(picture) == {"needs_background": "light", "width": 760, "height": 310}
+
+
+def test_other_values_have_small_panels_unless_logged_once() -> None:
+    messages = [metrics(0, name, [1.0, 2.0]) for name in ("loss", "a", "b", "c", "d")] + [metrics(0, "once", [1.0])]
+
+    titles = [axes.get_title(loc="left") for axes in figure(folded(1, messages)).axes]
+
+    assert [title.split()[0] for title in titles] == ["loss", "c", "b", "a"]
+    assert len(figure(folded(1, [metrics(0, "loss", [1.0, 2.0]), metrics(0, "once", [1.0])])).axes) == 1

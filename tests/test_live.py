@@ -1,0 +1,466 @@
+"""The live view of runs that are played from lists of messages, with widgets whose messages are recorded."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import comm
+import IPython
+import pytest
+
+from ddpnb.messages import AnyMessage, Ended
+from ddpnb.notebook import frontend, live, painter, terminal
+from ddpnb.state import RunState, fold
+
+from .messages_for_tests import finished, folded, metrics, output, raised
+
+DEADLINE = 20.0
+"""Seconds against hangs."""
+
+
+class PlayedRun:
+    """A run that says what the test tells it to."""
+
+    def __init__(self, num_ranks: int = 2, name: str = "train") -> None:
+        self.name = name
+        self.world_size = num_ranks
+        self.watchers: list[Callable[[Any], None]] = []
+        self.finishers: list[Callable[[Any], None]] = []
+        self.state: RunState = folded(num_ranks, name=name)
+
+    def say(self, *messages: AnyMessage) -> None:
+        for message in messages:
+            self.state = fold(self.state, message)
+            for watcher in tuple(self.watchers):
+                watcher(self)
+
+    def be_waited_for(self) -> None:
+        """What `Run.result()` does in its cell."""
+        for finisher in tuple(self.finishers):
+            finisher(self)
+
+
+class Page:
+    """What would be on the page: widget messages and displays, in order."""
+
+    def __init__(self) -> None:
+        self.values: list[str] = []  # HTML, at each message
+        self.times: list[float] = []
+        self.displays: list[dict[str, Any]] = []
+        self.updates: list[dict[str, Any]] = []
+        self._has_changed = threading.Condition()
+
+    def send(self, data: dict[str, Any] | None = None, **_: object) -> None:
+        with self._has_changed:
+            self.values.append((data or {}).get("state", {}).get("value", ""))
+            self.times.append(time.monotonic())
+            self._has_changed.notify_all()
+
+    def wait_for(self, holds: Callable[[], bool]) -> None:
+        with self._has_changed:
+            assert self._has_changed.wait_for(holds, DEADLINE)
+
+    def display(self, bundle: dict[str, Any], **options: Any) -> None:
+        self.displays.append(bundle | {"display_id": options["display_id"]})
+
+    def update_display(self, bundle: dict[str, Any], **options: Any) -> None:
+        self.updates.append(bundle | {"display_id": options["display_id"], "metadata": options["metadata"]})
+
+
+class RecordedComm:
+    """In place of a comm to a front end.
+
+    Source: ipywidgets/widgets/tests/utils.py, `DummyComm`.
+    """
+
+    comm_id = "recorded"
+    kernel = "there"
+
+    def __init__(self, page: Page) -> None:
+        self.send = page.send
+
+    def open(self, *_: object, **__: object) -> None: ...
+    def on_msg(self, *_: object) -> None: ...
+    def close(self, *_: object, **__: object) -> None: ...
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
+    """A kernel with a page in front of it."""
+    page = Page()
+    monkeypatch.setattr(comm, "create_comm", lambda **_: RecordedComm(page))
+    monkeypatch.setattr(comm, "get_comm_manager", dict)
+    monkeypatch.setattr(IPython.display, "display", page.display)
+    monkeypatch.setattr(IPython.display, "update_display", page.update_display)
+    monkeypatch.setattr(live, "in_notebook_kernel", lambda: True)
+    monkeypatch.setattr(live, "is_frontend_there", lambda: True)
+    yield page
+    assert views_end()
+
+
+def views_end() -> bool:
+    """Wait for the painter's thread to end."""
+    for thread in threading.enumerate():
+        if thread.name == "ddpnb-view":
+            thread.join(DEADLINE)
+    return all(thread.name != "ddpnb-view" for thread in threading.enumerate())
+
+
+def test_a_launch_shows_one_widget_with_one_stable_line_of_text(page: Page) -> None:
+    run = PlayedRun()
+
+    live.attach(run, None)
+    run.say(*finished(2))
+
+    [shown] = page.displays
+    assert shown["text/plain"] == "<ddpnb run 'train': 2 ranks>"
+    assert "application/vnd.jupyter.widget-view+json" in shown
+
+
+def test_a_flood_of_messages_is_drawn_twice_a_second_at_most(page: Page) -> None:
+    run = PlayedRun()
+    live.attach(run, None)
+
+    step = 0
+    while len(page.times) < 3:
+        run.say(metrics(0, "loss", [1.0 / (1 + step)], first_step=step))
+        step += 1
+    run.say(*finished(2))
+
+    assert step > 100
+    assert all(later - earlier >= painter.INTERVAL * 0.99 for earlier, later in pairwise(page.times))
+    assert "<svg" in page.values[0]
+
+
+def test_a_quiet_run_only_lets_time_go_on(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(painter, "INTERVAL", 0.01)
+    monkeypatch.setattr(painter, "TICK", 0.02)
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    run = PlayedRun()
+    draws = count_draws(monkeypatch, at_least=5)
+
+    live.attach(run, None)
+    assert draws.wait(DEADLINE)
+
+    assert page.values == []
+    run.say(*finished(2))
+
+
+def count_draws(monkeypatch: pytest.MonkeyPatch, *, at_least: int) -> threading.Event:
+    """An event that is set once cards have been drawn so many times."""
+    count, reached, draw = 0, threading.Event(), live.Card.draw
+
+    def counted(card: live.Card) -> None:
+        nonlocal count
+        draw(card)
+        count += 1
+        if count >= at_least:
+            reached.set()
+
+    monkeypatch.setattr(live.Card, "draw", counted)
+    return reached
+
+
+def test_the_figure_takes_the_widgets_place_once(page: Page) -> None:
+    run = PlayedRun()
+    live.attach(run, None)
+
+    run.say(metrics(0, "loss", [2.0, 1.0]), *finished(2))
+    run.be_waited_for()
+    run.be_waited_for()
+    assert views_end()
+
+    [update] = page.updates
+    assert update["display_id"] == page.displays[0]["display_id"]
+    assert update["text/plain"] == page.displays[0]["text/plain"]
+    assert update["image/png"].startswith("iVBOR")
+    assert update["metadata"]["image/png"] == {"needs_background": "light", "width": 760, "height": 310}
+
+
+def test_a_page_that_is_loaded_again_finds_the_figure_in_the_widget(page: Page) -> None:
+    run = PlayedRun()
+    live.attach(run, None)
+
+    run.say(metrics(0, "loss", [2.0, 1.0]), output(1, "bye\n"), *finished(2))
+    assert views_end()
+
+    assert '<img alt="train, finished: loss 1.00" src="data:image/png;base64,' in page.values[-1]
+    assert "bye" in page.values[-1]
+
+
+def test_a_run_that_nobody_waits_for_has_its_figure_too(page: Page) -> None:
+    run = PlayedRun()
+    live.attach(run, None)
+
+    run.say(metrics(0, "loss", [2.0, 1.0]), *finished(2))
+    assert views_end()
+
+    assert len(page.updates) == 1
+
+
+def test_a_failed_run_keeps_its_report_until_a_cell_waits(page: Page) -> None:
+    run = PlayedRun()
+    live.attach(run, None)
+
+    run.say(raised(1, "bad shape"), Ended(time=2.0, problem=None))
+    assert views_end()
+
+    assert page.updates == []
+    assert "ValueError: bad shape" in page.values[-1]
+    run.be_waited_for()
+    assert len(page.updates) == 1
+
+
+def test_a_second_view_of_a_run_is_alive_too(page: Page) -> None:
+    run = PlayedRun()
+    live.attach(run, None)
+    live.show(run)
+
+    run.say(metrics(0, "loss", [2.0, 1.0]), *finished(2))
+    run.be_waited_for()
+    assert views_end()
+
+    assert len({update["display_id"] for update in page.updates}) == 2
+    assert sum("<img" in value for value in page.values) == 2
+
+
+def test_an_ended_run_is_shown_as_its_figure(page: Page) -> None:
+    run = PlayedRun()
+    run.say(metrics(0, "loss", [2.0, 1.0]), *finished(2))
+
+    live.show(run)
+
+    assert [set(shown) - {"display_id"} for shown in page.displays] == [{"text/plain"}]
+    assert len(page.updates) == 1
+    assert page.values == []
+
+
+def test_the_thread_ends_with_the_last_run_and_a_later_run_has_one_again(page: Page) -> None:
+    for _ in range(2):
+        run = PlayedRun()
+        live.attach(run, None)
+        assert any(thread.name == "ddpnb-view" and thread.daemon for thread in threading.enumerate())
+
+        run.say(*finished(2))
+
+        assert views_end()
+        assert run.watchers == []
+
+
+def test_a_run_that_ended_before_it_was_watched_leaves_no_thread(page: Page) -> None:
+    run = PlayedRun()
+    run.state = folded(2, finished(2))
+
+    painter.painter.add(live.Card(run))
+
+    assert views_end()
+
+
+def test_the_painter_does_not_rest_after_the_end(page: Page) -> None:
+    run = PlayedRun()
+    turn = painter._Turn(live.Card(run), threading.Event())
+    run.watchers.append(turn.changed)
+    run.say(*finished(2))
+
+    assert turn.take(time.monotonic() + painter.TICK) == 0.0
+    assert turn.is_over
+
+
+def test_a_view_that_cannot_be_drawn_says_so_and_the_others_go_on(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, good = PlayedRun(name="bad"), PlayedRun(name="good")
+    draw = live.Card.draw
+
+    def failing(card: live.Card) -> None:
+        if card.run is bad:
+            raise ZeroDivisionError("a flaw of ours")
+        draw(card)
+
+    monkeypatch.setattr(live.Card, "draw", failing)
+    live.attach(bad, None)
+    live.attach(good, None)
+
+    for run in (bad, good):
+        run.say(metrics(0, "loss", [2.0, 1.0]))
+    page.wait_for(
+        lambda: any("a flaw of ours" in value and "bad: the live view has failed" in value for value in page.values)
+    )
+    page.wait_for(lambda: any("<svg" in value for value in page.values))
+    for run in (bad, good):
+        run.say(*finished(2))
+
+
+def test_a_figure_that_cannot_be_drawn_is_a_warning_and_no_error(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = PlayedRun()
+    run.say(metrics(0, "loss", [1.0]))
+    final = live.Final(run)
+    monkeypatch.setattr(final, "picture", lambda: 1 / 0)
+
+    with pytest.warns(UserWarning, match="the figure of 'train' could not be shown: ZeroDivisionError"):
+        final.publish(run)
+
+
+def test_no_view_shows_nothing(page: Page) -> None:
+    run = PlayedRun()
+
+    live.attach(run, False)
+    run.say(*finished(2))
+
+    assert (page.displays, page.values, run.watchers, run.finishers) == ([], [], [], [])
+
+
+# ---- without a page
+
+
+def test_a_kernel_without_a_page_gets_the_line_and_the_figure(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "is_frontend_there", lambda: False)
+    run = PlayedRun()
+
+    live.attach(run, None)
+    run.say(metrics(0, "loss", [2.0, 1.0]), *finished(2))
+    run.be_waited_for()
+
+    assert [set(shown) - {"display_id"} for shown in page.displays] == [{"text/plain"}]
+    assert len(page.updates) == 1
+    assert (page.values, run.watchers) == ([], [])
+
+
+def test_a_run_that_logged_nothing_is_the_line_alone(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "is_frontend_there", lambda: False)
+    run = PlayedRun()
+
+    live.attach(run, None)
+    run.say(*finished(2))
+    run.be_waited_for()
+
+    assert len(page.displays) == 1
+    assert page.updates == []
+
+
+def test_a_view_that_is_forced_is_live_without_a_page(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "is_frontend_there", lambda: False)
+    run = PlayedRun()
+
+    live.attach(run, True)
+    run.say(metrics(0, "loss", [2.0, 1.0]), *finished(2))
+    assert views_end()
+
+    assert page.values
+
+
+class FakeKernel:
+    def __init__(self, metadata: dict[str, str]) -> None:
+        self.kernel = self
+        self._metadata = metadata
+
+    def get_parent(self) -> dict[str, object]:
+        return {"metadata": self._metadata}
+
+
+@pytest.mark.parametrize(
+    ("variables", "metadata", "expected"),
+    [
+        ({}, {}, False),
+        ({"JPY_SESSION_NAME": "t.ipynb"}, {}, True),
+        ({"VSCODE_PID": "7"}, {}, True),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, {}, True),
+        ({}, {"cellId": "a1"}, True),
+    ],
+)
+def test_a_page_is_known_by_its_marks(
+    variables: dict[str, str], metadata: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("JPY_SESSION_NAME", "VSCODE_PID", "KAGGLE_KERNEL_RUN_TYPE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(IPython, "get_ipython", lambda: FakeKernel(metadata))
+
+    assert frontend.in_notebook_kernel()
+    assert frontend.is_frontend_there() is expected
+
+
+def test_plain_python_is_no_kernel() -> None:
+    assert not frontend.in_notebook_kernel()
+    assert not frontend.is_frontend_there()
+
+
+# ---- a terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_the_output_of_each_rank_and_a_line_of_status() -> None:
+    run, screen = PlayedRun(), Terminal()
+    view = terminal.Lines(run, screen)
+
+    run.say(output(0, "one\ntw"))
+    view.draw()
+    run.say(output(0, "o\n"), output(1, "three"))
+    view.draw()
+    run.say(*finished(2))
+    view.draw()
+
+    written = screen.getvalue()
+    assert [line.rpartition("\r")[2] for line in written.split("\n") if "[rank" in line] == [
+        "\x1b[K[rank 0] one",
+        "\x1b[K[rank 0] two",
+        "\x1b[K[rank 1] three",
+    ]
+    assert written.endswith("train: finished · 0:36\n")
+
+
+def test_a_file_gets_no_status_but_the_last() -> None:
+    run, log = PlayedRun(), io.StringIO()
+    view = terminal.Lines(run, log)
+
+    view.draw()
+    run.say(output(0, "one\n"), *finished(2))
+    view.draw()
+
+    assert log.getvalue() == "[rank 0] one\ntrain: finished · 0:36\n"
+
+
+def test_a_flood_is_written_from_where_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpnb.state.OUTPUT_LIMIT", 100)
+    run, log = PlayedRun(), io.StringIO()
+    view = terminal.Lines(run, log)
+
+    for number in range(50):
+        run.say(output(0, f"line {number}\n"))
+        if number % 10 == 0:
+            view.draw()
+    run.say(*finished(2))
+    view.draw()
+
+    lines = [line for line in log.getvalue().splitlines() if "[rank 0] line" in line]
+    assert len(lines) == len(set(lines))
+    assert lines[-1] == "[rank 0] line 49"
+
+
+def test_without_a_terminal_nothing_is_written_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log)
+    quiet, forced = PlayedRun(name="quiet"), PlayedRun(name="forced")
+
+    live.attach(quiet, None)
+    live.attach(forced, True)
+    for run in (quiet, forced):
+        run.say(*finished(2))
+    assert views_end()
+
+    assert log.getvalue() == "forced: finished · 0:36\n"
+
+
+def test_show_prints_the_card_outside_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    live.show(PlayedRun())
+
+    assert "● train  running · 2 ranks · gloo · cpu" in capsys.readouterr().out

@@ -20,11 +20,14 @@ import tempfile
 import time
 from collections import deque
 
-_STOP_AT = 0  # index of the one shared number; 0 there: nobody is to stop
+_STOP_AT, _HOLD = 0, 1  # indices of the kernel's numbers; 0 there: nobody is to stop, nobody is to wait
+_SHARED = 2
 _CHECKS, _INTERVAL, _MEMORY, _OWN = 0, 1, 2, 3  # each rank's numbers, and how many they are
 
-_LOCK_PATIENCE = 0.1
+_LOCK_PATIENCE = 1.0
 """Seconds the kernel waits for one rank's lock; a rank holds it for microseconds, unless it was stopped by SIGSTOP."""
+_YIELD = 0.001
+"""Seconds that a rank leaves its lock alone while the kernel wants it: one that asks in a tight loop always has it."""
 
 
 class Page:
@@ -66,6 +69,8 @@ class Page:
         self._last_check = now
         own = self._own(local_rank)
         numbers = self._numbers
+        if numbers[_HOLD]:
+            time.sleep(_YIELD)
         fcntl.lockf(self.descriptor, fcntl.LOCK_EX, 1, local_rank)
         try:
             numbers[own + _CHECKS] = count = numbers[own + _CHECKS] + 1
@@ -90,12 +95,14 @@ class Page:
         """Make every rank's next common check say stop. Again: no effect."""
         if self._numbers[_STOP_AT]:
             return
+        self._numbers[_HOLD] = 1
         locked = [rank for rank in range(self.num_ranks) if self._lock(rank)]
         try:
             counts = [self._numbers[self._own(rank) + _CHECKS] for rank in range(self.num_ranks)]
-            # A rank whose lock could not be had stands inside its check: one more, so that its count may be behind.
+            # A rank whose lock could not be had stands still within its check, which may or may not be counted yet.
             self._numbers[_STOP_AT] = max(counts) + (1 if len(locked) == self.num_ranks else 2)
         finally:
+            self._numbers[_HOLD] = 0
             for rank in locked:
                 fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, rank)
 
@@ -108,7 +115,7 @@ class Page:
         return self._numbers[self._own(local_rank) + _MEMORY] or None
 
     def _own(self, local_rank: int) -> int:
-        return 1 + local_rank * _OWN
+        return _SHARED + local_rank * _OWN
 
     def _lock(self, local_rank: int) -> bool:
         deadline = time.monotonic() + _LOCK_PATIENCE
@@ -118,7 +125,7 @@ class Page:
             except OSError:
                 if time.monotonic() > deadline:
                     return False
-                time.sleep(0.0005)
+                time.sleep(_YIELD / 10)
             else:
                 return True
 
@@ -133,4 +140,4 @@ def anonymous_file(name: str) -> int:
 
 
 def _size(num_ranks: int) -> int:
-    return 8 * (1 + num_ranks * _OWN)
+    return 8 * (_SHARED + num_ranks * _OWN)

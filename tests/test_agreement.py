@@ -1,0 +1,149 @@
+"""Stopping at the same step: real processes, one page, and no collective."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+
+from ddpnb.agreement import Page, anonymous_file
+
+from .conftest import wait_until
+
+STOPS = 200
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    page = Page.create(2)
+    yield page
+    page.close()
+
+
+def _check_until_told(rank: int, pages: list[Page], report: Connection) -> None:
+    chance = random.Random(rank)
+    for page in pages:
+        while not page.check(rank):
+            time.sleep(chance.random() * 3e-4)  # its training step
+        report.send(page.num_checks(rank))
+
+
+def _rank_processes(pages: list[Page], num_ranks: int) -> list[tuple[multiprocessing.Process, Connection]]:
+    fork = multiprocessing.get_context("fork")
+    started = []
+    for rank in range(num_ranks):
+        receive, send = fork.Pipe(duplex=False)
+        process = fork.Process(target=_check_until_told, args=(rank, pages, send), daemon=True)
+        process.start()
+        send.close()
+        started.append((process, receive))
+    return started
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_no_random_stop_ends_ranks_at_different_checks(num_ranks: int) -> None:
+    pages = [Page.create(num_ranks) for _ in range(STOPS)]
+    ranks = _rank_processes(pages, num_ranks)
+    chance = random.Random(0)
+
+    mismatched = []
+    for page in pages:
+        wanted = [chance.randrange(1, 40) for _ in ranks]
+        while any(page.num_checks(rank) < count for rank, count in enumerate(wanted)):
+            pass
+        page.ask_to_stop()
+        stopped_at = [receive.recv() for _, receive in ranks]
+        if len(set(stopped_at)) > 1:
+            mismatched.append(stopped_at)
+    for process, receive in ranks:
+        process.join()
+        receive.close()
+    for page in pages:
+        page.close()
+
+    assert [] == mismatched
+
+
+def test_ranks_far_apart_meet_at_the_check_after_the_farthest(page: Page) -> None:
+    for _ in range(10):
+        assert not page.check(0)
+    assert not page.check(1)
+
+    page.ask_to_stop()
+    answers = [page.check(1) for _ in range(10)]
+
+    assert page.check(0)
+    assert [False] * 9 + [True] == answers
+
+
+def test_the_answer_stays_yes(page: Page) -> None:
+    page.ask_to_stop()
+
+    assert [True, True, True] == [page.check(0) for _ in range(3)]
+
+
+def test_asking_again_changes_nothing(page: Page) -> None:
+    page.ask_to_stop()
+    page.check(0)
+    page.ask_to_stop()
+
+    assert page.check(1)
+
+
+def test_a_rank_that_stands_still_within_its_check_does_not_hold_up_the_kernel_for_long() -> None:
+    page = Page.create(2)
+    ((process, receive), *_) = _rank_processes([page], 1)
+    assert process.pid is not None
+    while not page.num_checks(0):
+        pass
+    os.kill(process.pid, signal.SIGSTOP)
+
+    page.ask_to_stop()
+    answered = page.num_checks(0)
+    os.kill(process.pid, signal.SIGCONT)
+    stopped_at = receive.recv()
+    process.join()
+    receive.close()
+    page.close()
+
+    assert 1 <= stopped_at - answered <= 2
+
+
+def test_a_killed_rank_leaves_no_lock_behind() -> None:
+    page = Page.create(2)
+    ((process, receive), *_) = _rank_processes([page], 1)
+    while not page.num_checks(0):
+        pass
+    process.kill()
+    process.join()
+    receive.close()
+
+    page.ask_to_stop()
+    wait_until(lambda: page.check(1), what="the other rank's stop")
+    page.close()
+
+
+def test_a_page_remembers_memory_and_checks_of_each_rank(page: Page) -> None:
+    assert (None, 0, None) == (page.memory(1), page.num_checks(1), page.check_interval(1))
+
+    page.note_memory(1, 12345)
+    for _ in range(3):
+        page.check(1)
+
+    assert (12345, 3) == (page.memory(1), page.num_checks(1))
+    assert (None, 0) == (page.memory(0), page.num_checks(0))
+    assert 0 < (page.check_interval(1) or 0) < 60
+
+
+def test_an_anonymous_file_has_no_path() -> None:
+    descriptor = anonymous_file("ddpnb-test")
+    links = os.fstat(descriptor).st_nlink
+    os.close(descriptor)
+
+    assert 0 == links

@@ -13,17 +13,18 @@ Runs in: both
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import tempfile
 import time
-from collections import deque
+from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, lockf
 
 _STOP_AT, _HOLD = 0, 1  # indices of the kernel's numbers; 0 there: nobody is to stop, nobody is to wait
 _SHARED = 2
 _CHECKS, _INTERVAL, _MEMORY, _OWN = 0, 1, 2, 3  # each rank's numbers, and how many they are
 
+_NOTE_EVERY = 8
+"""Checks between two measurements of a rank's interval; the first few are measured each, they may be slow ones."""
 _LOCK_PATIENCE = 1.0
 """Seconds the kernel waits for one rank's lock; a rank holds it for microseconds, unless it was stopped by SIGSTOP."""
 _YIELD = 0.001
@@ -43,8 +44,7 @@ class Page:
         self.num_ranks = num_ranks
         self._map = mmap.mmap(descriptor, _size(num_ranks))
         self._numbers = memoryview(self._map).cast("q")
-        self._last_check: float | None = None
-        self._intervals: deque[int] = deque(maxlen=9)  # microseconds between checks
+        self._last_noted = (0, 0.0)  # (check, its time), from which the interval is measured
 
     @classmethod
     def create(cls, num_ranks: int) -> Page:
@@ -63,31 +63,32 @@ class Page:
 
     def check(self, local_rank: int) -> bool:
         """Count one check of this rank; whether all ranks are to stop at it (or were at an earlier one)."""
-        now = time.monotonic()
-        if self._last_check is not None:
-            self._intervals.append(int((now - self._last_check) * 1e6))
-        self._last_check = now
-        own = self._own(local_rank)
-        numbers = self._numbers
+        # Between two training steps all this code is cold, and every line of it costs.
+        own, numbers, descriptor = _SHARED + local_rank * _OWN, self._numbers, self.descriptor
         if numbers[_HOLD]:
             time.sleep(_YIELD)
-        fcntl.lockf(self.descriptor, fcntl.LOCK_EX, 1, local_rank)
-        try:
-            numbers[own + _CHECKS] = count = numbers[own + _CHECKS] + 1
-            stop_at = numbers[_STOP_AT]
-        finally:
-            fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, local_rank)
-        if self._intervals:
-            numbers[own + _INTERVAL] = sorted(self._intervals)[len(self._intervals) // 2]
+        lockf(descriptor, LOCK_EX, 1, local_rank)
+        numbers[own] = count = numbers[own] + 1
+        stop_at = numbers[_STOP_AT]
+        lockf(descriptor, LOCK_UN, 1, local_rank)
+        if count < _NOTE_EVERY or not count % _NOTE_EVERY:
+            self._note_interval(own, count)
         return 0 < stop_at <= count
+
+    def _note_interval(self, own: int, count: int) -> None:
+        now = time.monotonic()
+        last_count, last = self._last_noted
+        if 0 < last_count < count:
+            self._numbers[own + _INTERVAL] = int((now - last) / (count - last_count) * 1e6)
+        self._last_noted = count, now
 
     def num_checks(self, local_rank: int) -> int:
         """How often this rank has asked; 0 for a function that never does."""
         return self._numbers[self._own(local_rank) + _CHECKS]
 
-    def note_memory(self, local_rank: int, resident: int) -> None:
-        """Leave word of the bytes this rank holds, for whoever finds it killed."""
-        self._numbers[self._own(local_rank) + _MEMORY] = resident
+    def note_memory(self, local_rank: int, peak: int) -> None:
+        """Leave word of the most bytes this rank has held, for whoever finds it killed."""
+        self._numbers[self._own(local_rank) + _MEMORY] = peak
 
     # ---- the kernel's side
 
@@ -104,14 +105,14 @@ class Page:
         finally:
             self._numbers[_HOLD] = 0
             for rank in locked:
-                fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, rank)
+                lockf(self.descriptor, LOCK_UN, 1, rank)
 
     def check_interval(self, local_rank: int) -> float | None:
-        """Median seconds between this rank's last checks; None before the second."""
+        """Mean seconds between this rank's last checks; None before the second."""
         return self._numbers[self._own(local_rank) + _INTERVAL] / 1e6 or None
 
     def memory(self, local_rank: int) -> int | None:
-        """Resident bytes of this rank when it last left word; None where it never did."""
+        """Most bytes this rank had held when it last left word; None where it never did."""
         return self._numbers[self._own(local_rank) + _MEMORY] or None
 
     def _own(self, local_rank: int) -> int:
@@ -121,7 +122,7 @@ class Page:
         deadline = time.monotonic() + _LOCK_PATIENCE
         while True:
             try:
-                fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, local_rank)
+                lockf(self.descriptor, LOCK_EX | LOCK_NB, 1, local_rank)
             except OSError:
                 if time.monotonic() > deadline:
                     return False

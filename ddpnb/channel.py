@@ -23,7 +23,7 @@ from .messages import FromWorker
 
 _FRAME = struct.Struct("=QI")  # length of what follows, and of the JSON head in it
 _KINDS = {kind.__name__: kind for kind in get_args(FromWorker)}
-_READ = 1 << 20
+_READ = 1 << 16  # more would be paid for in fresh pages at each read, however little is there
 _F_SETPIPE_SZ = getattr(fcntl, "F_SETPIPE_SZ", 1031)
 
 

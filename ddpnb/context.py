@@ -4,7 +4,7 @@ A *session* stands behind these functions: in a worker it speaks to the kernel t
 (`nproc_per_node=0`) straight to the run's state. Without one, outside of a launched function, they answer as in a
 world of one process.
 
-`log()` only appends to a deque. A thread empties it four times a second: it counts steps, packs columns and sends, so
+`log()` only appends to a deque. A thread empties it a few times a second: it counts steps, packs columns and sends, so
 that the training step pays about a microsecond, whatever happens at the other end.
 
 Runs in: worker (and in the kernel for a run in place)
@@ -12,7 +12,9 @@ Runs in: worker (and in the kernel for a run in place)
 
 from __future__ import annotations
 
+import operator
 import os
+import resource
 import sys
 import threading
 import time
@@ -20,6 +22,7 @@ import warnings
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .agreement import Page
@@ -31,10 +34,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-FLUSH_INTERVAL = 0.25
+FLUSH_INTERVAL = 0.4
 """Seconds between batches: a value shows within half a second even where a step takes minutes."""
-
-_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Send(Protocol):
@@ -101,16 +102,19 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
         named: values by name; numbers, or tensors or arrays of one element.
 
     Raises:
-        TypeError: a value is no number.
+        TypeError: a value is no number, or the step no integer.
         ValueError: a tensor has more than one element.
     """
     if values is not None:
         named = {**values, **named}
+    if step is not None:
+        step = operator.index(step)
     session = _session or _outside()
+    # Between two training steps all this code is cold, and every line of it costs.
     for name, value in named.items():
         if value.__class__ is not float:
             named[name] = session.number(name, value)
-    session.records.append((step, time.monotonic(), named))
+    session.record((step, monotonic(), named))
 
 
 def progress(iterable: Iterable[Item], description: str = "", *, total: int | None = None) -> Iterable[Item]:
@@ -153,9 +157,13 @@ class Session:
         self.place = place
         self.device = device
         self.records: deque[tuple[int | None, float, dict[str, Any]]] = deque()  # (step, time, {name: value})
+        self.record = self.records.append
         self.loops: list[_Loop[Any]] = []  # under way or just over, outermost first
         self._send = send
         self._page = page
+        self._local_rank = place.local_rank
+        torch = sys.modules.get("torch")
+        self._tensor: Any = torch.Tensor if torch is not None else _OnItsWay
         self._flushing = threading.Lock()
         self._counts: dict[str, int] = {}  # {name: how often it was logged without a step}
         self._current_step = 0
@@ -179,14 +187,13 @@ class Session:
 
     def number(self, name: str, value: Any) -> Any:
         """`value` as a float, or as a copy on its way from a GPU that `_arrived` can read."""
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                shape = tuple(value.shape)
-                raise ValueError(f"log({name}=…): a tensor of shape {shape} is not one number; log its mean() or sum()")
-            if value.device.type == "cpu":
+        if isinstance(value, self._tensor):
+            if not value.is_cpu:
+                return _OnItsWay(name, value)
+            try:
                 return value.item()  # at once: the caller may change it in place
-            return _OnItsWay(value)
+            except RuntimeError:
+                raise _not_one_number(name, value) from None
         try:
             return float(value)
         except (TypeError, ValueError):
@@ -198,7 +205,7 @@ class Session:
     def should_stop(self) -> bool:
         """As the function of this name."""
         page = self._page
-        if page is None or not page.check(self.place.local_rank):
+        if page is None or not page.check(self._local_rank):
             return False
         if not self._stopping:
             self._stopping = True
@@ -217,7 +224,7 @@ class Session:
             if messages:
                 self._send(*messages)
         if self._page is not None:
-            self._page.note_memory(self.place.local_rank, resident_bytes())
+            self._page.note_memory(self.place.local_rank, peak_bytes())
 
     def _flush_regularly(self) -> None:
         while not self._closed.wait(FLUSH_INTERVAL):
@@ -302,9 +309,11 @@ class _Loop(Iterable[Item]):
 class _OnItsWay:
     """One number of a GPU, copied without waiting for the device."""
 
-    def __init__(self, value: torch.Tensor) -> None:
+    def __init__(self, name: str, value: torch.Tensor) -> None:
         import torch
 
+        if value.numel() != 1:
+            raise _not_one_number(name, value)
         self._copy = value.detach().to("cpu", non_blocking=True)  # into pinned memory: torch does so for this call
         self._event = torch.Event(value.device)
         self._event.record()
@@ -317,18 +326,21 @@ class _OnItsWay:
         return float(self._copy)
 
 
-class _NoRecords(deque[Any]):
-    """Takes what is logged where nobody listens."""
+def _not_one_number(name: str, value: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"log({name}=…): a tensor of shape {tuple(value.shape)} is not one number; log its mean() or sum()"
+    )
 
-    def append(self, record: object, /) -> None:
-        pass
+
+def _say_nothing(*_: object) -> None:
+    """Takes what is said where nobody listens."""
 
 
 _session: Session | None = None
 """This process's session; None outside of a launched function."""
 
 _nobody = Session(World(), "cpu", lambda *_: None, None)
-_nobody.records = _NoRecords()
+_nobody.record = _say_nothing
 
 
 def _outside() -> Session:
@@ -356,25 +368,17 @@ def _length(iterable: object) -> int | None:
         return None
 
 
-def resident_bytes() -> int:
-    """Bytes of memory this process holds now; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * _PAGE_SIZE
-    except OSError:
-        return 0
+def peak_bytes() -> int:
+    """The most memory that this process has held so far, in bytes; one system call."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _drop_session_in_child() -> None:
     """A forked grandchild, a DataLoader worker say, inherits the session but not its thread: it must not speak."""
     global _session
     if _session is not None:
-        _session.records = _NoRecords()
-        _session._send = _say_nothing
-
-
-def _say_nothing(*_: FromWorker) -> None:
-    pass
+        _session.record = _session._send = _say_nothing
 
 
 os.register_at_fork(after_in_child=_drop_session_in_child)

@@ -94,10 +94,6 @@ class Supervisor:
         self._requests.append(how)
         self._wakeup.set()
 
-    def join(self) -> None:
-        """Wait until the thread is gone; it ends right after the state says `ended`."""
-        self._thread.join()
-
     def kill_now(self) -> None:
         """End all workers from any thread, without a word: the kernel itself is leaving."""
         for each in self._workers[:]:
@@ -133,8 +129,8 @@ class Supervisor:
             if plan.start_method == "forkserver":
                 self._await_server()
             for rank in range(plan.world_size):
-                if "kill" in self._requests or (self._stop_asked is None and "stop" in self._requests):
-                    break
+                if "stop" in self._requests or "kill" in self._requests:
+                    break  # interrupted before all were there: the others need not come
                 self._add(self._start_worker(rank, payload, listener))
         finally:
             os.close(payload)
@@ -255,8 +251,9 @@ class Supervisor:
         each.close()
 
     def _last_words(self, each: _Worker) -> Iterator[AnyMessage]:
-        # Until nothing is there *now*: a grandchild may hold the pipe, and its end may never come.
-        while text := each.output.read():
+        # What is there *now*, and no more than a pipe holds: a grandchild that got away may hold it, and go on writing.
+        text = each.output.read(4 * _OUTPUT_PIPE)
+        if text:
             yield Output(rank=each.rank, time=time.monotonic(), text=text)
         while messages := each.inbox.read():
             yield from messages

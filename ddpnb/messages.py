@@ -138,7 +138,7 @@ class Exited(RankMessage):
     ended_by_us: bool
     """The launcher had sent it a signal before."""
     memory: int | None
-    """Resident bytes it held when last seen; None where it was never seen."""
+    """Most bytes of memory it had held when last seen; None where it was never seen."""
     oom_kills: int | None
     """Processes that the kernel's out-of-memory killer ended in this cgroup during the run; None where unknown."""
 

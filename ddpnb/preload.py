@@ -21,7 +21,9 @@ def _preload() -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # The kernel's folder is on the path (python -c): a random.py beside a notebook must not become the server's.
+    os.environ.pop(
+        "PYTHONSAFEPATH", None
+    )  # it kept the kernel's folder off our path; workers' children may want theirs
     sys.path[:] = [folder for folder in sys.path if folder not in ("", os.getcwd())]
 
     import ctypes  # noqa: F401

@@ -100,7 +100,7 @@ def _death(exited: Exited) -> str:
 
 
 def _explain(exited: Exited) -> str:
-    held = f" It held {_size(exited.memory)} when last seen." if exited.memory else ""
+    held = f" It had held up to {_size(exited.memory)} of memory." if exited.memory else ""
     match -exited.exitcode:
         case signal.SIGKILL if exited.oom_kills:
             return f"The system's out-of-memory killer ended it: memory ran out.{held} {_LESS_MEMORY}"
@@ -167,9 +167,9 @@ def _standing(state: RunState, stack: str) -> str:
     if own is None:
         return f"stood in {innermost.name}()"
     source = linecache.getline(own.file, own.line).strip()
-    inside = "" if own is innermost else f"in {_call(frames, own)}(), "
+    inside = "" if own is innermost else f"{_call(frames, own)}(), "
     code = f"\n      {source}" if source else ""
-    return f"stood {inside}{_place(state, f'{own.file}:{own.line}')}, in {own.name}{code}"
+    return f"stood in {inside}{_place(state, f'{own.file}:{own.line}')}, in {own.name}{code}"
 
 
 def _call(frames: list[Frame], own: Frame) -> str:

@@ -12,6 +12,7 @@ import asyncio
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -381,7 +382,10 @@ class Run:
         for watcher in tuple(self.watchers):
             watcher(self)
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:
+                traceback.print_exc()  # as concurrent.futures does: the others are called all the same
 
     def _ask(self, how: Literal["stop", "kill"]) -> None:
         if self._supervisor is not None and not self.done():

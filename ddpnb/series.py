@@ -19,8 +19,9 @@ from typing import TypeVar
 
 T = TypeVar("T", int, float)
 
-BUCKETS = 300
-"""Fewest buckets kept once there are so many points; a curve 600 pixels wide shows no more."""
+BUCKETS = 150
+"""Fewest buckets kept once there are so many points; with a least and a greatest value each, a curve 600 pixels wide
+shows no more."""
 
 LIMIT = 1_000_000
 """Points kept in memory; beyond it every second point of the older half goes."""

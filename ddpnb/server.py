@@ -72,10 +72,18 @@ def ensure(env: Mapping[str, str]) -> str | None:
         runtime.house_multiprocessing()
         others = [name for name in state._preload_modules if name not in ("__main__", "ddpnb.preload")]
         forkserver.set_forkserver_preload([*others, "ddpnb.preload"])
-        with started_from_clean({**wanted, "OPENBLAS_NUM_THREADS": "1"}):
+        with started_from_clean({**wanted, **_servers_own()}):
             forkserver.ensure_running()
         _ours = _Server(state._forkserver_pid, wanted)
         return note
+
+
+def _servers_own() -> dict[str, str]:
+    """Variables of the server alone."""
+    own = {"OPENBLAS_NUM_THREADS": "1"}
+    if Path(__file__).parents[1] != Path.cwd():
+        own["PYTHONSAFEPATH"] = "1"  # a random.py beside the notebook must not become the server's
+    return own
 
 
 def is_ours() -> bool:
@@ -89,9 +97,10 @@ def is_ready() -> bool:
     if _ours is None or sys.platform != "linux":
         return True
     try:
-        return Path(f"/proc/{_ours.pid}/comm").read_text().strip() == READY
+        has_preloaded = Path(f"/proc/{_ours.pid}/comm").read_text().strip() == READY
     except OSError:
-        return True  # it died: starting a worker starts another
+        has_preloaded = False
+    return has_preloaded or not is_running()  # where it died, starting a worker starts another
 
 
 def is_running() -> bool:

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 from . import payload
 from .agreement import Page
 from .channel import Outbox
-from .context import Session, resident_bytes
+from .context import Session, peak_bytes
 from .messages import Phase, PhaseName, Raised, Returned, Started
 from .world import World
 
@@ -135,7 +135,7 @@ class _Worker:
             try:
                 page = Page(seat.descriptors.page, seat.world.local_world_size)
                 until_reported.enter_context(Session(seat.world, seat.device, self.outbox.send, page))
-                page.note_memory(seat.world.local_rank, resident_bytes())
+                page.note_memory(seat.world.local_rank, peak_bytes())
                 _set_threads(seat.threads)
                 # forkserver would become the children's own default, and a Dataset of a cell cannot be pickled for it.
                 multiprocessing.set_start_method("fork", force=True)
@@ -156,9 +156,10 @@ class _Worker:
             except BaseException as error:
                 self._refuse_grandchild()
                 report = raised(error, self.rank, self.phase)
-                print(report.traceback, end="", file=sys.stderr)
                 until_reported.close()
                 _flush_output()
+                with _writer(2) as stderr:  # the function may have closed or replaced the other
+                    stderr.write(report.traceback)
                 self.outbox.send(report)
                 # Sockets stay open: a peer that sees them close would raise, and hide where it stood.
                 _wait_for_the_end()
@@ -305,8 +306,8 @@ def _flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):
-            pass  # the function closed it
+        except Exception:
+            pass  # the function closed it, or put there what cannot be flushed
     ctypes.CDLL(None).fflush(None)  # what C libraries printed waits in stdio's buffers
 
 

@@ -26,23 +26,24 @@ def page() -> Iterator[Page]:
     page.close()
 
 
-def _check_until_told(rank: int, pages: list[Page], report: Connection) -> None:
+def _check_until_told(rank: int, pages: list[Page], kernel: Connection) -> None:
     chance = random.Random(rank)
     for page in pages:
+        kernel.recv()  # all begin together: one that is late would be further behind with each page
         while not page.check(rank):
             time.sleep(chance.random() * 3e-4)  # its training step
-        report.send(page.num_checks(rank))
+        kernel.send(page.num_checks(rank))
 
 
 def _rank_processes(pages: list[Page], num_ranks: int) -> list[tuple[multiprocessing.Process, Connection]]:
     fork = multiprocessing.get_context("fork")
     started = []
     for rank in range(num_ranks):
-        receive, send = fork.Pipe(duplex=False)
-        process = fork.Process(target=_check_until_told, args=(rank, pages, send), daemon=True)
+        ours, theirs = fork.Pipe()
+        process = fork.Process(target=_check_until_told, args=(rank, pages, theirs), daemon=True)
         process.start()
-        send.close()
-        started.append((process, receive))
+        theirs.close()
+        started.append((process, ours))
     return started
 
 
@@ -54,16 +55,18 @@ def test_no_random_stop_ends_ranks_at_different_checks(num_ranks: int) -> None:
 
     mismatched = []
     for page in pages:
-        wanted = [chance.randrange(1, 40) for _ in ranks]
-        while any(page.num_checks(rank) < count for rank, count in enumerate(wanted)):
+        for _, rank in ranks:
+            rank.send("go")
+        wanted = [chance.randrange(1, 20) for _ in ranks]
+        while any(page.num_checks(number) < count for number, count in enumerate(wanted)):
             pass
         page.ask_to_stop()
-        stopped_at = [receive.recv() for _, receive in ranks]
+        stopped_at = [rank.recv() for _, rank in ranks]
         if len(set(stopped_at)) > 1:
             mismatched.append(stopped_at)
-    for process, receive in ranks:
+    for process, rank in ranks:
         process.join()
-        receive.close()
+        rank.close()
     for page in pages:
         page.close()
 
@@ -98,7 +101,8 @@ def test_asking_again_changes_nothing(page: Page) -> None:
 
 def test_a_rank_that_stands_still_within_its_check_does_not_hold_up_the_kernel_for_long() -> None:
     page = Page.create(2)
-    ((process, receive), *_) = _rank_processes([page], 1)
+    ((process, rank), *_) = _rank_processes([page], 1)
+    rank.send("go")
     assert process.pid is not None
     while not page.num_checks(0):
         pass
@@ -107,9 +111,9 @@ def test_a_rank_that_stands_still_within_its_check_does_not_hold_up_the_kernel_f
     page.ask_to_stop()
     answered = page.num_checks(0)
     os.kill(process.pid, signal.SIGCONT)
-    stopped_at = receive.recv()
+    stopped_at = rank.recv()
     process.join()
-    receive.close()
+    rank.close()
     page.close()
 
     assert 1 <= stopped_at - answered <= 2
@@ -117,12 +121,13 @@ def test_a_rank_that_stands_still_within_its_check_does_not_hold_up_the_kernel_f
 
 def test_a_killed_rank_leaves_no_lock_behind() -> None:
     page = Page.create(2)
-    ((process, receive), *_) = _rank_processes([page], 1)
+    ((process, rank), *_) = _rank_processes([page], 1)
+    rank.send("go")
     while not page.num_checks(0):
         pass
     process.kill()
     process.join()
-    receive.close()
+    rank.close()
 
     page.ask_to_stop()
     wait_until(lambda: page.check(1), what="the other rank's stop")

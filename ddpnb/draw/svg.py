@@ -8,7 +8,7 @@ Runs in: kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -125,7 +125,11 @@ def _ends(ends: Sequence[Label], axes: _Axes) -> Iterable[str]:
 
 
 def _path(points: Iterable[tuple[float, float]], axes: _Axes) -> str:
-    x: Callable[[float], float] = axes.x
-    drawn = [f"{x(step):.1f} {axes.y(value):.1f}" for step, value in points]
+    # Both axes are linear: two numbers each, not two calls a point.
+    left, bottom = axes.x(axes.steps[0]), axes.y(axes.values[0])
+    wide, high = axes.x(axes.steps[1]) - left, axes.y(axes.values[1]) - bottom
+    (first, last), (low, top) = axes.steps, axes.values
+    across, up = wide / (last - first) if last > first else 0.0, high / (top - low)
+    drawn = [f"{left + (step - first) * across:.1f} {bottom + (value - low) * up:.1f}" for step, value in points]
     # A point alone between two gaps would be a line without length, which nobody sees.
     return f"M{drawn[0]}" + ("L" + " ".join(drawn[1:]) if len(drawn) > 1 else "h2.5")

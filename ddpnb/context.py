@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
+_MOST_STEPS = 1 << 63
+
 FLUSH_INTERVAL = 0.4
 """Seconds between batches: a value shows within half a second even where a step takes minutes."""
 
@@ -102,13 +104,15 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
         named: values by name; numbers, or tensors or arrays of one element.
 
     Raises:
-        TypeError: a value is no number, or the step no integer.
-        ValueError: a tensor has more than one element.
+        TypeError: a value is no number, the step no integer, or there is no value.
+        ValueError: a tensor has more than one element, or a step does not fit into 64 bits.
     """
     if values is not None:
         named = {**values, **named}
+    if not named:
+        raise TypeError("log() got no value: log(loss=loss), or log({'loss': loss}, step=step)")
     if step is not None:
-        step = operator.index(step)
+        step = _checked_step(step)
     session = _session or _outside()
     # Between two training steps all this code is cold, and every line of it costs.
     for name, value in named.items():
@@ -191,11 +195,13 @@ class Session:
             if not value.is_cpu:
                 return _OnItsWay(name, value)
             try:
-                return value.item()  # at once: the caller may change it in place
+                value = value.item()  # at once: the caller may change it in place
             except RuntimeError:
                 raise _not_one_number(name, value) from None
+            if value.__class__ is float:
+                return value
         try:
-            return float(value)
+            return float(value.item() if hasattr(value, "item") else value)  # an array of one element is no float
         except (TypeError, ValueError):
             kind = type(value).__name__
             raise TypeError(
@@ -324,6 +330,13 @@ class _OnItsWay:
     def read(self) -> float:
         self._event.synchronize()  # at the end of a run the last values are waited for
         return float(self._copy)
+
+
+def _checked_step(step: Any) -> int:
+    step = operator.index(step)
+    if not -_MOST_STEPS <= step < _MOST_STEPS:
+        raise ValueError(f"log(step={step}): a step is below 2**63")
+    return int(step)
 
 
 def _not_one_number(name: str, value: torch.Tensor) -> ValueError:

@@ -69,7 +69,10 @@ class History(Mapping[str | tuple[str, int], Floats]):
 
     def to_pandas(self) -> pd.DataFrame:
         """All points: columns name, rank, step, value, and seconds since the first of them. Needs pandas."""
-        import pandas as pd
+        try:
+            import pandas as pd
+        except ImportError:
+            raise ImportError("to_pandas() needs pandas: pip install pandas") from None
 
         rows: dict[str, list[Any]] = {"name": [], "rank": [], "step": [], "value": [], "seconds": []}
         for name in self:

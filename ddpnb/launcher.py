@@ -47,6 +47,9 @@ TERM_TO_KILL = 0.5
 SILENT_GRACE = (1.0, 30.0)
 """Least and most seconds that a rank which did ask may take to its next question: three of its usual intervals."""
 
+_SERVER_PATIENCE = 60.0
+"""Seconds that a server may take to load what it preloads; it takes two to ten."""
+
 _NO_EXITCODE = 255  # multiprocessing's word for a fork server that ended before it could tell
 
 _TICK = 0.02  # seconds between looks at the clock while something has a deadline
@@ -140,8 +143,13 @@ class Supervisor:
         note = server.ensure(self._plan.env)
         if note:
             self._tell(Noted(time=time.monotonic(), text=note))
+        deadline = time.monotonic() + _SERVER_PATIENCE
         while not server.is_ready() and not self._requests:
             self._wakeup.wait(_TICK)
+            if time.monotonic() > deadline:
+                server.do_without_preload()
+                text = "the worker server could not load ddpnb: workers import for themselves, which takes seconds"
+                self._tell(Noted(time=time.monotonic(), text=text))
 
     def _start_worker(self, rank: int, payload: int, listener: socket.socket) -> _Worker:
         """Start one worker; it gets its own pipes only, so that a rank that dies closes them."""
@@ -525,6 +533,8 @@ def _kill_all() -> None:
     if os.getpid() == _kernel_pid:
         for supervisor in list(_live):
             supervisor.kill_now()
+            name = supervisor.state.name
+            print(f"ddpnb: the program ended while {name} was running; run.result() waits for it", file=sys.stderr)
 
 
 _kernel_pid = os.getpid()

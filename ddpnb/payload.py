@@ -174,6 +174,8 @@ class _Pickler(cloudpickle.Pickler):
             return _restore_code, (value.replace(co_filename=_UNNAMED), value.co_filename)
         if self._torch is not None and type(value) in (self._torch.Tensor, self._torch.nn.Parameter):
             return self._reduce_tensor(value)
+        if _is_ddp(value):
+            raise TypeError("it belongs to its process group; take its .module, or .module.state_dict()")
         return super().reducer_override(value)  # type: ignore[no-untyped-call]
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
@@ -318,7 +320,7 @@ def _find_culprit(path: str, value: object, depth: int = 0) -> tuple[str, object
         reason = error
     else:
         return None
-    if depth < 8:
+    if depth < 8 and not _is_ddp(value):
         for step, part in _parts(path, value):
             found = _find_culprit(step, part, depth + 1)
             if found:
@@ -353,6 +355,11 @@ def _parts(path: str, value: object) -> Iterator[tuple[str, object]]:
     else:
         for name, part in getattr(value, "__dict__", {}).items():
             yield f"{path}.{name}", part
+
+
+def _is_ddp(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.parallel.DistributedDataParallel)
 
 
 def _type(value: object) -> str:

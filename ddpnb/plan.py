@@ -89,21 +89,21 @@ def _check_options(options: Options) -> None:
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env={{{name!r}: {value!r}}}: names and values of environment variables are str")
     if options.name is not None and not isinstance(options.name, str):
-        raise TypeError(f"name={options.name!r} is no str")
+        raise TypeError(f"name={options.name!r} is not a str")
 
 
 def _check_integer(name: str, value: object, least: int, meaning: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is no int: it is {meaning}")
+        raise TypeError(f"{name}={value!r} is not an int: it is {meaning}")
     if value < least:
         raise ValueError(f"{name}={value} is below {least}: it is {meaning}")
 
 
 def _check_seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}={value!r} is no number of seconds")
+        raise TypeError(f"{name}={value!r} is not a number of seconds")
     if not 0 < value < math.inf:
-        raise ValueError(f"{name}={value} is no positive, finite number of seconds")
+        raise ValueError(f"{name}={value} is not a positive, finite number of seconds")
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -136,6 +136,7 @@ def check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # a builtin that does not tell
+    _refuse_unknown(function, signature, kwargs)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -149,12 +150,20 @@ def _hint(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[s
             ". launch hands over no rank: the function asks ddpnb.rank() and ddpnb.world_size(), or is wrapped, "
             "launch(lambda: main(ddpnb.rank(), ddpnb.world_size(), …))"
         )
-    options = [option.name for option in fields(Options)]
-    for name in kwargs:
-        close = difflib.get_close_matches(name, options, 1, 0.5)
-        if name not in signature.parameters and close:
-            return f". Did you mean the option {close[0]!r}?"
     return ""
+
+
+def _refuse_unknown(function: Callable[..., Any], signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a keyword that is neither the function's nor an option, before what is missing because of it."""
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return
+    known = [*signature.parameters, *(option.name for option in fields(Options))]
+    for name in kwargs:
+        if name not in signature.parameters:
+            close = difflib.get_close_matches(name, known, 1, 0.5)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{name!r} is neither a parameter of {_name(function)}() nor an option of launch{hint}")
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -187,7 +196,10 @@ def make_plan(options: Options, function: Callable[..., Any]) -> Plan:
     backend = options.backend
     if backend == "nccl" and workers > gpus:
         have = "no GPU is" if not gpus else "one GPU is" if gpus == 1 else f"{gpus} GPUs are"
-        raise ValueError(f"nproc_per_node={workers} with backend='nccl' needs a GPU for each worker, and {have} here")
+        raise ValueError(
+            f"nproc_per_node={workers} with backend='nccl' needs a GPU for each worker, and {have} here; "
+            "leave backend out, or use 'gloo'"
+        )
     each_has_gpu = 0 < max(workers, 1) <= gpus
     if backend == "auto":
         backend = "nccl" if each_has_gpu else "gloo"

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import inplace, payload
 from .draw import text
@@ -26,6 +26,7 @@ from .messages import Raised
 from .plan import Options, Plan, StartMethod, check_call, make_plan, refuse_collisions
 from .report import report, stack_text
 from .state import RunState, new_state
+from .texts import Text, Texts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,7 +101,8 @@ def launch(
 
     Source: the words are torchrun's and `torch.multiprocessing.start_processes`'s.
     """
-    given = locals()
+    given = dict(locals())
+    __tracebackhide__ = True
     options = {option.name: given[option.name] for option in fields(Launcher)}
     refuse_collisions(function, options)
     return Launcher(**options)(function, *args, **kwargs)
@@ -116,6 +118,7 @@ class Launcher(Options):
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """Start `function(*args, **kwargs)` on workers; as `launch`."""
+        __tracebackhide__ = True
         if os.environ.get("TORCHELASTIC_RUN_ID") == "ddpnb":
             raise RuntimeError("this is a ddpnb worker: it cannot launch workers of its own")
         check_call(function, args, kwargs)
@@ -185,19 +188,27 @@ class Run:
         """What was logged: `run.history["loss"]` is the mean over ranks, `run.history["loss", 1]` rank 1's."""
         return History(self._state.history)
 
-    def output(self, rank: int | None = None) -> Any:
+    @overload
+    def output(self, rank: None = None) -> Texts: ...
+    @overload
+    def output(self, rank: int) -> Text: ...
+    def output(self, rank: int | None = None) -> Texts | Text:
         """What ranks printed, Python and C alike, as text; the last million characters of each.
 
         Args:
             rank: one rank, whose text is returned. None: all of them, {rank: text}.
-        """
-        texts = {each.rank: each.output.text() for each in self._state.ranks}
-        return texts if rank is None else texts[self._check_rank(rank)]
 
-    def stacks(self) -> dict[int, str]:
+        Raises:
+            IndexError: there is no such rank.
+        """
+        if rank is not None:
+            return Text(self._state.rank(self._check_rank(rank)).output.text())
+        return Texts((each.rank, each.output.text()) for each in self._state.ranks)
+
+    def stacks(self) -> Texts:
         """Where each living rank stands now, as a traceback, {rank: text}; also of ranks stuck in compiled code."""
         if self._supervisor is None or self.done():
-            return {}
+            return Texts()
         before = {each.rank: each.stack for each in self._state.ranks}
 
         def all_answered() -> bool:
@@ -208,7 +219,8 @@ class Run:
         with self._has_changed:
             self._has_changed.wait_for(all_answered, _STACKS_PATIENCE)
         state = self._state
-        return {each.rank: stack_text(each.stack, state.cells) for each in state.ranks if each.stack is not None}
+        stacks = {each.rank: each.stack for each in state.ranks if each.stack is not None}
+        return Texts((rank, stack_text(stack, state.cells)) for rank, stack in stacks.items())
 
     def to_pandas(self) -> Any:
         """All logged points as a DataFrame: columns name, rank, step, value, seconds. Needs pandas."""
@@ -246,7 +258,8 @@ class Run:
         except KeyboardInterrupt:
             self._end_on_interrupt()
             # Where in `threading` the wait was tells nobody anything.
-            raise KeyboardInterrupt(f"{self.name} was interrupted: its workers are gone") from None
+            kept = "; run.result() has its value" if self._state.status == "finished" else ""
+            raise KeyboardInterrupt(f"{self.name} was interrupted, its workers are gone{kept}") from None
         if ended:
             self._finish()
         return ended
@@ -302,26 +315,7 @@ class Run:
         Cancelling stops the run: `asyncio.wait_for(run, 5)` cancels what it waits for, `asyncio.wait_for(
         asyncio.shield(run), 5)` does not. An interrupt of a cell that awaits is such a cancellation.
         """
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-
-        def resolve() -> None:
-            if not ended.done():
-                ended.set_result(None)
-
-        def tell(_: Run) -> None:
-            loop.call_soon_threadsafe(resolve)
-
-        self.add_done_callback(tell)
-        turning = loop.create_task(_keep_turning())
-        try:
-            yield from ended
-        except asyncio.CancelledError:
-            self._end_on_interrupt()
-            raise
-        finally:
-            turning.cancel()
-        return self.result()
+        return self._result_in_loop().__await__()
 
     # ---- ending
 
@@ -401,6 +395,38 @@ class Run:
     def _finish(self) -> None:
         for finisher in tuple(self.finishers):
             finisher(self)
+
+    async def _result_in_loop(self) -> Any:
+        turning = asyncio.get_running_loop().create_task(_keep_turning())
+        try:
+            await self._end()
+        except asyncio.CancelledError:
+            self.stop()
+            try:
+                await self._end()
+            except asyncio.CancelledError:
+                self.kill()
+                self._has_ended.wait()
+            self._finish()
+            raise
+        finally:
+            turning.cancel()
+        return self.result()
+
+    async def _end(self) -> None:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def resolve() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def tell(_: Run) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(resolve)
+
+        self.add_done_callback(tell)
+        await ended
 
     def _end_on_interrupt(self) -> None:
         """Stop; a second interrupt, which comes while this one waits, kills."""

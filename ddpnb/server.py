@@ -26,6 +26,8 @@ READY = "ddpnb-server"
 
 _AT_START = ("LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH_", "PYTORCH_", "PYTHON", "MALLOC_", "DNNL_")
 """Prefixes of variables that libraries read once, as they are loaded: in a forked worker it is too late for them."""
+_SETTLED = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+"""Of these, what scikit-learn sets when it is imported, for the process that imports it: no reason for a new server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class _Server:
 
 
 _ours: _Server | None = None
+_without_preload: int | None = None  # pid of a server that is not waited for
 _retired: list[int] = []  # pids of servers that end with their last worker, and are then to be reaped
 _lock = threading.RLock()
 
@@ -56,7 +59,7 @@ def ensure(env: Mapping[str, str]) -> str | None:
     Returns a line for the user where something is slower than usual; None where nothing is.
     """
     global _ours
-    wanted = {name: value for name, value in (os.environ | dict(env)).items() if name.startswith(_AT_START)}
+    wanted = {name: value for name, value in (os.environ | dict(env)).items() if _is_read_at_start(name)}
     with _lock:
         _reap_retired()
         state: Any = forkserver._forkserver
@@ -67,7 +70,7 @@ def ensure(env: Mapping[str, str]) -> str | None:
             if _ours.environment == wanted:
                 return None
             changed = sorted(name for name in wanted.keys() | _ours.environment.keys() if _differs(name, wanted))
-            note = f"a new worker server is being started, since {', '.join(changed)} changed"
+            note = f"the worker server was started anew, since {', '.join(changed)} changed"
             _retire(state)
         runtime.house_multiprocessing()
         others = [name for name in state._preload_modules if name not in ("__main__", "ddpnb.preload")]
@@ -94,13 +97,19 @@ def is_ours() -> bool:
 
 def is_ready() -> bool:
     """Whether the server has imported what it is to import (or is not ours, or this is not Linux: nobody can tell)."""
-    if _ours is None or sys.platform != "linux":
+    if _ours is None or _ours.pid == _without_preload or sys.platform != "linux":
         return True
     try:
         has_preloaded = Path(f"/proc/{_ours.pid}/comm").read_text().strip() == READY
     except OSError:
         has_preloaded = False
     return has_preloaded or not is_running()  # where it died, starting a worker starts another
+
+
+def do_without_preload() -> None:
+    """Stop waiting for this server: what it was to preload it cannot find."""
+    global _without_preload
+    _without_preload = pid()
 
 
 def is_running() -> bool:
@@ -137,6 +146,10 @@ def started_from_clean(environment: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
         main["__spec__"] = spec
         main.update(hidden)
+
+
+def _is_read_at_start(name: str) -> bool:
+    return name.startswith(_AT_START) and name not in _SETTLED
 
 
 def _is_running(state: Any) -> bool:

@@ -100,6 +100,8 @@ class RankState:
     device: str | None = None
     """None before its first word."""
     phase: PhaseName = "starting"
+    running_since: float | None = None
+    """Monotonic time at which the function was called; None before."""
     progress: tuple[Progress, ...] = ()
     """Loops under way, outermost first."""
     stopping: Stopping | None = None
@@ -196,7 +198,8 @@ def fold(state: RunState, message: AnyMessage) -> RunState:
         case Started():
             return _with_rank(state, message, pid=message.pid, device=message.device)
         case Phase():
-            return _with_rank(state, message, phase=message.phase)
+            since = message.time if message.phase == "running" else state.rank(message.rank).running_since
+            return _with_rank(state, message, phase=message.phase, running_since=since)
         case Output():
             state.rank(message.rank).output.append(message.text)
             return state

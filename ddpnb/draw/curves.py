@@ -20,7 +20,7 @@ import numpy as np
 
 from ..series import Bucket, Series
 from ..state import RunState
-from .words import number
+from .words import number, tick
 
 MOST_LINES = 8
 """More ranks than this are drawn as a band."""
@@ -187,6 +187,12 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 def step_ticks(first: float, last: float, about: int) -> list[float]:
     """Round steps within `first` … `last`; steps are whole."""
     return [step for step in ticks(first, last, about) if first <= step <= last and step == round(step)] or [first]
+
+
+def step_words(columns: Sequence[float]) -> list[str]:
+    """What stands below the axis: the last of the numbers says what they count."""
+    words = [tick(column) for column in columns]
+    return [*words[:-1], *(f"step {word}" for word in words[-1:])]
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:

@@ -20,7 +20,7 @@ from PIL import Image
 
 from ..state import RunState
 from . import summary
-from .curves import Curve, Line, corners, curve, labels, main_name, spread, step_ticks, ticks
+from .curves import Curve, Line, corners, curve, labels, main_name, spread, step_ticks, step_words, ticks
 from .palette import look
 from .words import cut, number, tick
 
@@ -32,11 +32,14 @@ _SHARP = 2  # pixels of the picture to a pixel of the page
 _COLOURS = 64  # thin lines on white need no more, and it makes a third of the bytes
 
 # Of the figure: left, bottom, width, height.
-_ALONE = (0.062, 0.105, 0.815, 0.67)
+_ALONE = (0.062, 0.105, 0.895, 0.67)  # less what the labels at the lines' ends take
 _BESIDE = (0.062, 0.105, 0.53, 0.67)
 _PANELS = (0.755, 0.105, 0.23, 0.67)
 _PANEL_GAP = 0.13
 _LABEL_HEIGHT = 0.068  # of the main axes
+_LABEL_WIDTH = 0.0095  # of the figure, for each character
+_ROW_INCHES = 0.157
+_HEAD_INCHES = 0.59
 
 _INK, _SOFT, _LINE, _BAD = "#1f1f1f", "#616161", "#e4e4e4", "#c62828"
 
@@ -59,14 +62,17 @@ def figure(state: RunState, now: float | None = None) -> Figure:
         state: What is known of the run.
         now: Monotonic time, for what has elapsed; None reads the clock.
     """
-    drawn = RunFigure(figsize=_INCHES, dpi=_DPI, facecolor="white")
-    _head(drawn, state, time.monotonic() if now is None else now)
     shown = _curves(state)
+    rows = [] if shown else _rows(state)
+    width, height = _INCHES
+    size = (width, height) if shown else (width, _HEAD_INCHES + _ROW_INCHES * (len(rows) + 0.5))
+    drawn = RunFigure(figsize=size, dpi=_DPI, facecolor="white")
+    _head(drawn, state, time.monotonic() if now is None else now)
     if not shown:
-        _say(drawn, state)
+        _say(drawn, state, rows)
         return drawn
     main, *others = shown
-    _plot_main(drawn.add_axes(_BESIDE if others else _ALONE), main)
+    _plot_main(drawn.add_axes(_BESIDE if others else _alone(main)), main)
     left, bottom, width, height = _PANELS
     part = (height + _PANEL_GAP) / (len(others) or 1)
     for place, other in enumerate(reversed(others)):
@@ -89,7 +95,7 @@ def _picture(drawn: Figure) -> bytes:
     pixels = BytesIO()
     with _one_at_a_time:
         drawn.savefig(pixels, format="raw", dpi=_DPI * _SHARP, facecolor="white")
-    width, height = (round(inches * _DPI * _SHARP) for inches in _INCHES)
+    width, height = (int(inches * _DPI * _SHARP) for inches in drawn.get_size_inches())
     image = Image.frombuffer("RGBA", (width, height), pixels.getvalue()).convert("RGB")
     small = image.quantize(_COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     # The octree makes white a shade darker, which shows on a white page.
@@ -111,20 +117,33 @@ def _curves(state: RunState) -> list[Curve]:
 def _head(drawn: Figure, state: RunState, now: float) -> None:
     failed = state.first_failure or state.problem
     words = " · ".join([summary.status(state), *summary.place(state), *summary.facts(state, now)])
-    drawn.text(0.012, 0.975, cut(state.name, 60), size=10, weight="bold", color=_INK, va="top", parse_math=False)
-    drawn.text(0.012, 0.905, cut(words, 120), size=7.5, color=_BAD if failed else _SOFT, va="top", parse_math=False)
+    name, status = _below_top(drawn, 0.08), _below_top(drawn, 0.3)
+    drawn.text(0.012, name, cut(state.name, 60), size=10, weight="bold", color=_INK, va="top", parse_math=False)
+    drawn.text(0.012, status, cut(words, 120), size=7.5, color=_BAD if failed else _SOFT, va="top", parse_math=False)
 
 
-def _say(drawn: Figure, state: RunState) -> None:
+def _rows(state: RunState) -> list[str]:
     """What there is to read, in place of axes with nothing in them."""
     failure = summary.failure(state)
     if failure:
-        rows = failure.splitlines()[:13]
-    else:
-        rows = [f"{rank}│ {line}" for rank, line in summary.last_lines(state, 12).lines] or ["no values were logged"]
+        return failure.splitlines()[:16]
+    return [f"{rank}│ {line}" for rank, line in summary.last_lines(state, 12).lines] or ["no values were logged"]
+
+
+def _say(drawn: Figure, state: RunState, rows: list[str]) -> None:
     text = "\n".join(cut(row, 112) for row in rows)
-    hue = _BAD if failure else _INK
-    drawn.text(0.012, 0.81, text, size=7.5, color=hue, va="top", family="monospace", linespacing=1.5, parse_math=False)
+    hue, top = _BAD if summary.failure(state) else _INK, _below_top(drawn, _HEAD_INCHES)
+    drawn.text(0.012, top, text, size=7.5, color=hue, va="top", family="monospace", linespacing=1.5, parse_math=False)
+
+
+def _below_top(drawn: Figure, inches: float) -> float:
+    return float(1 - inches / drawn.get_size_inches()[1])
+
+
+def _alone(shown: Curve) -> tuple[float, float, float, float]:
+    """Where the axes stand that have the figure to themselves, with room for the longest label beside them."""
+    left, bottom, width, height = _ALONE
+    return left, bottom, width - _LABEL_WIDTH * max(len(label.text) for label in labels(shown)), height
 
 
 def _plot_main(axes: Axes, shown: Curve) -> None:
@@ -140,7 +159,6 @@ def _plot_main(axes: Axes, shown: Curve) -> None:
         beside.set_transform(axes.transAxes)
         if label.is_mean or label.rank is not None:
             axes.plot(label.step, label.value, "o", color=hue, markersize=2.8, clip_on=False, zorder=4)
-    axes.text(1.025, -0.04, "step", size=7, color=_SOFT, va="top", transform=axes.transAxes)
 
 
 def _plot_small(axes: Axes, shown: Curve, steps: tuple[float, float]) -> None:
@@ -156,7 +174,7 @@ def _frame(axes: Axes, shown: Curve, steps: tuple[float, float], *, num_ticks: i
     axes.set_xlim(first, last if last > first else first + 1)
     axes.set_ylim(rows[0], rows[-1])
     axes.set_yticks(rows, labels=[tick(row) for row in rows])
-    axes.set_xticks(columns, labels=[tick(step) for step in columns])
+    axes.set_xticks(columns, labels=step_words(columns))
     axes.tick_params(length=0, labelsize=7, labelcolor=_SOFT, pad=4)
     axes.grid(visible=True, axis="y", color=_LINE, linewidth=0.7, linestyle="-")
     axes.grid(visible=False, axis="x")

@@ -154,8 +154,9 @@ def _loop(loop: Progress, *, is_inner: bool) -> str:
 
 
 def _left(state: RunState, now: float) -> float | None:
-    done, so_far = fraction(state), elapsed(state, now)
-    # Before that the guess is worth nothing.
+    done, since = fraction(state), state.ranks[0].running_since
+    # From the function's first line, not from the launch; and before a moment has passed a guess is worth nothing.
+    so_far = 0.0 if since is None else now - since
     return so_far * (1 - done) / done if done and done > 0.02 and so_far > 2 else None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from .curves import Band, Curve, Label, Line, corners, labels, spread, step_ticks, ticks
+from .curves import Band, Curve, Label, Line, corners, labels, spread, step_ticks, step_words, ticks
 from .palette import DASHES, LIGHT, look
 from .words import count, number, tick
 
@@ -96,9 +96,9 @@ def _grid(axes: _Axes, rows: Sequence[float]) -> Iterable[str]:
     yield f'<path class="g" d="{"".join(f"M{_LEFT} {axes.y(row):.1f}H{right}" for row in rows)}"/>'
     for row in rows:
         yield f'<text x="{_LEFT - 7}" y="{axes.y(row) + 4:.1f}" text-anchor="end">{tick(row)}</text>'
-    for step in step_ticks(*axes.steps, 5):
-        yield f'<text x="{axes.x(step):.1f}" y="{bottom + 17}" text-anchor="middle">{tick(step)}</text>'
-    yield f'<text x="{right + 12}" y="{bottom + 17}">step</text>'
+    columns = step_ticks(*axes.steps, 5)
+    for step, words in zip(columns, step_words(columns), strict=True):
+        yield f'<text x="{axes.x(step):.1f}" y="{bottom + 17}" text-anchor="middle">{words}</text>'
 
 
 def _area(band: Band, axes: _Axes) -> str:

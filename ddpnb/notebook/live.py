@@ -26,12 +26,12 @@ def attach(run: Watched, view: bool | None) -> None:
     Args:
         run: The run.
         view: False shows nothing. None shows what the place can bear: the live view on a page, the final figure in a
-            kernel without one, lines of text in a terminal. True shows the live view whatever the place looks like.
+            kernel without one, lines of text on stderr elsewhere. True shows the live view in any kernel.
     """
     if view is False:
         return
     if not in_notebook_kernel():
-        attach_terminal(run, is_forced=view is True)
+        attach_terminal(run)
     elif view or is_frontend_there():
         _show_live(run)
     else:
@@ -151,7 +151,7 @@ class Card:
         self.widget.value = draw.card(state, time.monotonic(), picture=picture)
         # JupyterLab takes the figure from this thread too, and saves it. A failed run keeps its card until a cell
         # waits: the report is in it.
-        if state.status == "finished":
+        if state.status in ("finished", "stopped", "killed"):
             self.final.publish(self.run)
 
     def fail(self, error: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 import time
 from typing import TextIO
 
@@ -19,10 +20,11 @@ from .painter import Watched, painter
 _ERASE_LINE = "\r\x1b[K"
 
 
-def attach_terminal(run: Watched, *, is_forced: bool) -> None:
-    """Follow the run on stderr if that is a terminal, or if it is asked for."""
-    if is_forced or sys.stderr.isatty():
-        painter.add(Lines(run, sys.stderr))
+def attach_terminal(run: Watched) -> None:
+    """Follow the run on stderr: what the ranks print, and how it went; on a terminal where it is, too."""
+    lines = Lines(run, sys.stderr)
+    run.finishers.append(lines.finish)
+    painter.add(lines)
 
 
 def print_card(run: Watched) -> None:
@@ -37,12 +39,23 @@ class Lines:
         self.run = run
         self._stream = stream
         self._is_tty = stream.isatty()
+        self._lock = threading.Lock()  # the painter and whoever waits for the run may come together
         self._read: dict[int, int] = {}  # {rank: characters of its output that were written}
+        self._is_over = False
+
+    def finish(self, run: Watched) -> None:
+        """Write the last words before whoever waited goes on: a script may end right then."""
+        self.draw()
 
     def draw(self) -> None:
-        """Write new output and the status."""
+        """Write new output and the status; nothing once the end was written."""
+        with self._lock:
+            if not self._is_over:
+                self._is_over = self.run.state.ended is not None
+                self._write(self._is_over)
+
+    def _write(self, has_ended: bool) -> None:
         state = self.run.state
-        has_ended = state.ended is not None
         lines = [line for rank in state.ranks for line in self._new_lines(rank.rank, rank.output, has_ended)]
         text = "".join(f"{line}\n" for line in lines)
         status = draw.line(state, time.monotonic())

@@ -241,8 +241,6 @@ def test_output_of_one_rank_is_text_and_an_unknown_rank_is_refused(kernel: Kerne
     shown = kernel.value("run = two(lambda: print(ddpnb.rank())); run.result(); print(str.__repr__(run.output(1)))")
 
     assert "1\n" == shown
-        "run = two(lambda: print(ddpnb.rank())); run.result(); print(str.__repr__(run.output(1)))"
-    )
 
     reply = kernel.run("run.output(2)")
 

@@ -24,6 +24,8 @@ from .world import World
 _PEER_WORDS = ("connection", "peer", "socket", "broken pipe", "timed out", "timeout", "remote process", "abort")
 _LIBRARY_WORDS = ("gloo", "nccl", "c10d", "processgroup", "tcpstore")
 
+_NUM_CREATED, _ALL_CREATED = "ddpnb/num_created", "ddpnb/all_created"  # keys of the store
+
 
 class Group:
     """The process group of this process, and the store that it is made through.
@@ -56,9 +58,20 @@ class Group:
             timeout=self._timeout,
             device_id=bound,
         )
+        if self._store.add(_NUM_CREATED, 1) == self._world.world_size:
+            self._store.set(_ALL_CREATED, "")
 
     def close(self) -> None:
-        """Destroy the default group unless the function has done so, and give `init_process_group` back."""
+        """Destroy the default group unless the function has done so, and give `init_process_group` back.
+
+        A rank whose function returns at once waits here for those that still connect to it: the connection is made
+        from both sides, and one that closes early would fail the other. Where a rank never comes, the kernel ends all.
+        """
+        if self._backend is not None:
+            try:
+                self._store.wait([_ALL_CREATED], self._timeout)
+            except RuntimeError:
+                pass  # a rank is late beyond all limits, or the store has gone with rank 0: their failure, not ours
         dist.init_process_group = dist.distributed_c10d.init_process_group = self._init
         if dist.is_initialized():
             dist.destroy_process_group()

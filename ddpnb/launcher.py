@@ -98,7 +98,8 @@ class Supervisor:
         self._wakeup.set()
 
     def kill_now(self) -> None:
-        """End all workers from any thread, without a word: the kernel itself is leaving."""
+        """End all workers from any thread, and start no more: the kernel itself is leaving."""
+        self._requests.append("kill")
         for each in self._workers[:]:
             each.signal(signal.SIGKILL)
 

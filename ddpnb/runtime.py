@@ -29,8 +29,17 @@ def folder() -> Path:
     own = _base() / f"{os.getpid()}-{_birth(os.getpid())}"
     own.mkdir(mode=0o700, exist_ok=True)
     sweep()
-    atexit.register(shutil.rmtree, own, ignore_errors=True)
     return own
+
+
+def _remove_own() -> None:
+    if folder.cache_info().currsize and os.getpid() == _pid:  # a forked child may come here too
+        shutil.rmtree(folder(), ignore_errors=True)
+
+
+_pid = os.getpid()
+# Registered before the launcher registers the end of its workers, so that it runs after it: they live in there.
+atexit.register(_remove_own)
 
 
 def house_multiprocessing() -> None:

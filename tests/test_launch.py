@@ -379,7 +379,7 @@ def test_stacks_name_the_line_where_each_rank_stands(kernel: Kernel) -> None:
         stacks = run.stacks()
         while "print" in stacks[0] + stacks[1]:  # it has been said, but the line is not over
             stacks = run.stacks()
-        print(stacks)
+        print(dict(stacks))
         run.kill()
     """)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -224,17 +225,18 @@ def test_only_the_user_can_look_into_the_runtime_folder(kernel: Kernel, temporar
     assert {0o700} == modes
 
 
-def test_a_runtime_folder_of_somebody_else_is_refused(fresh_kernel: Kernel, tmp_path: Path) -> None:
-    (tmp_path / f"ddpnb-{os.getuid()}").mkdir(mode=0o777)
-    (tmp_path / f"ddpnb-{os.getuid()}").chmod(0o777)
-
-    reply = fresh_kernel.run(f"""
-        import tempfile
-        from ddpnb import runtime
-        tempfile.tempdir = {str(tmp_path)!r}
-        runtime.folder.cache_clear()
-        two(len, []).result()
-    """)
+def test_a_runtime_folder_of_somebody_else_is_refused(fresh_kernel: Kernel) -> None:
+    with tempfile.TemporaryDirectory() as short:  # a socket's path has no room for pytest's own folder
+        theirs = Path(short, f"ddpnb-{os.getuid()}")
+        theirs.mkdir()
+        theirs.chmod(0o777)
+        reply = fresh_kernel.run(f"""
+            import tempfile
+            from ddpnb import runtime
+            tempfile.tempdir = {short!r}
+            runtime.folder.cache_clear()
+            two(len, []).result()
+        """)
 
     assert "PermissionError" == reply.error
     assert "is not a folder of this user alone" in reply.message

@@ -18,6 +18,7 @@ import resource
 import sys
 import threading
 import time
+import traceback
 import warnings
 from array import array
 from collections import deque
@@ -108,7 +109,7 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
         ValueError: a tensor has more than one element, or a step does not fit into 64 bits.
     """
     if values is not None:
-        named = {**values, **named}
+        named = {**_checked_names(values), **named}
     if not named:
         raise TypeError("log() got no value: log(loss=loss), or log({'loss': loss}, step=step)")
     if step is not None:
@@ -234,11 +235,14 @@ class Session:
 
     def _flush_regularly(self) -> None:
         while not self._closed.wait(FLUSH_INTERVAL):
-            self.flush()
+            try:
+                self.flush()
+            except Exception:
+                traceback.print_exc()  # one batch is lost, and said; the next may be better
 
     def _metrics(self, wait: bool) -> Iterator[Metrics]:
         columns: dict[str, tuple[array[int], array[float], array[float]]] = {}
-        while self.records:
+        for _ in range(len(self.records)):  # and not what is logged meanwhile: a tight loop never ends
             step, moment, named = self.records[0]
             if not wait and not all(map(_has_arrived, named.values())):
                 break  # later ones wait too: order is kept
@@ -285,8 +289,8 @@ class _Loop(Iterable[Item]):
     """An iterable that counts what was taken from it."""
 
     def __init__(self, iterable: Iterable[Item], description: str, total: int | None) -> None:
-        self.description = description
-        self.total = total if total is not None else _length(iterable)
+        self.description = str(description)
+        self.total = operator.index(total) if total is not None else _length(iterable)
         self.done = 0
         self.sent: int | None = None
         """What was last said of it; None: nothing."""
@@ -330,6 +334,13 @@ class _OnItsWay:
     def read(self) -> float:
         self._event.synchronize()  # at the end of a run the last values are waited for
         return float(self._copy)
+
+
+def _checked_names(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in values:
+        if not isinstance(name, str):
+            raise TypeError(f"log({{{name!r}: …}}): a name is a str, not {type(name).__name__}")
+    return values
 
 
 def _checked_step(step: Any) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import resource
 import signal
 import sys
@@ -19,12 +18,12 @@ from typing import Any, Literal
 import psutil
 
 from . import runtime, server
+from .names import WORKER
 from .plan import Options, make_plan, num_cores, num_gpus
 
 Level = Literal["ok", "note", "problem"]
 
 _MARKS: dict[Level, str] = {"ok": "✓", "note": "·", "problem": "✗"}
-_WORKER = re.compile(r"ddpnb(\d+)\.\d*")
 _PACKAGES = ("ddpnb", "torch", "ipykernel", "ipywidgets", "jupyterlab", "matplotlib")
 _SMALL_SHM = 1 << 30
 _FILES_PER_RANK = 12  # pipes, page, sockets of a rank, as the kernel and rank 0 hold them
@@ -206,7 +205,7 @@ def leftover_workers() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            name = _WORKER.fullmatch(process.name())
+            name = WORKER.fullmatch(process.name())
             if name and process.uids().real == os.getuid() and not _has_kernel(process, int(name[1])):
                 found.append(process)
         except psutil.Error:

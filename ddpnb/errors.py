@@ -60,7 +60,24 @@ _UNMIXABLE = {
     "StopIteration",
     "StopAsyncIteration",
     "CancelledError",
+    "SyntaxError",  # IPython shows one by its fields, and not by its text
 }
+
+# Attributes that builtin exceptions keep outside of `__dict__`.
+_FIELDS = (
+    "errno",
+    "strerror",
+    "filename",
+    "filename2",
+    "name",
+    "path",
+    "obj",
+    "encoding",
+    "object",
+    "start",
+    "end",
+    "reason",
+)
 
 
 def worker_error(report: str, *, rank: int, exitcode: int | None, cause: BaseException | None) -> WorkerError:
@@ -84,13 +101,18 @@ def _mixed(cause: BaseException) -> WorkerError:
         return WorkerError(*cause.args)
     try:
         mixed = type(own.__name__, (WorkerError, own), {"__module__": own.__module__, "__reduce__": _reduce})
-        # `__init__` of the user's class may want anything: the object is made without it.
-        error: WorkerError = mixed.__new__(mixed, *cause.args)
+        # `__init__` of the user's class may want anything: the object is made without it. (`MemoryError.__new__` wants
+        # its own class alone.)
+        make = BaseException.__new__ if isinstance(cause, MemoryError) else mixed.__new__
+        error: WorkerError = make(mixed, *cause.args)
         error.args = cause.args
         error.__dict__.update(cause.__dict__)
-    except Exception as error:
+    except Exception:
         # A class that forbids subclassing or a layout that cannot be combined: the plain type, which says it all too.
-        return WorkerError(str(error))
+        return WorkerError(*cause.args)
+    for name in _FIELDS:
+        if hasattr(cause, name):
+            setattr(error, name, getattr(cause, name))
     return error
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -21,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -56,6 +58,7 @@ _TICK = 0.02  # seconds between looks at the clock while something has a deadlin
 _FLOOD = 1 << 18  # bytes of output in one read that make the reader leave this rank alone for a tick
 _MESSAGES_PIPE = 1 << 18
 _OUTPUT_PIPE = 1 << 18
+_SMALL_PIPE = 1 << 14
 
 
 class Supervisor:
@@ -71,7 +74,8 @@ class Supervisor:
     def __init__(self, plan: Plan, parcel: Parcel, state: RunState, on_change: Callable[[RunState], None]) -> None:
         self.state = state
         self._plan = plan
-        self._parcel: Parcel | None = parcel
+        # Written before `launch` returns: the buffers are the caller's, who may change them in the next line.
+        self._payload = parcel.to_file()
         self._on_change = on_change
         self._workers: list[_Worker] = []
         self._page = Page.create(plan.world_size)
@@ -125,9 +129,6 @@ class Supervisor:
 
     def _start_workers(self) -> None:
         plan = self._plan
-        assert self._parcel is not None
-        payload = self._parcel.to_file()
-        self._parcel = None  # the buffers it refers to are the user's, who may want the memory back
         listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, plan.world_size))
         try:
             if plan.start_method == "forkserver":
@@ -135,9 +136,9 @@ class Supervisor:
             for rank in range(plan.world_size):
                 if "stop" in self._requests or "kill" in self._requests:
                     break  # interrupted before all were there: the others need not come
-                self._add(self._start_worker(rank, payload, listener))
+                self._add(self._start_worker(rank, listener))
         finally:
-            os.close(payload)
+            os.close(self._payload)
             listener.close()  # rank 0 has its own descriptor; a peer's connection waits in the backlog until it serves
 
     def _await_server(self) -> None:
@@ -147,12 +148,12 @@ class Supervisor:
         deadline = time.monotonic() + _SERVER_PATIENCE
         while not server.is_ready() and not self._requests:
             self._wakeup.wait(_TICK)
-            if time.monotonic() > deadline:
+            if server.has_failed() or time.monotonic() > deadline:
                 server.do_without_preload()
                 text = "the worker server could not load ddpnb: workers import for themselves, which takes seconds"
                 self._tell(Noted(time=time.monotonic(), text=text))
 
-    def _start_worker(self, rank: int, payload: int, listener: socket.socket) -> _Worker:
+    def _start_worker(self, rank: int, listener: socket.socket) -> _Worker:
         """Start one worker; it gets its own pipes only, so that a rank that dies closes them."""
         plan = self._plan
         world = World(
@@ -164,7 +165,7 @@ class Supervisor:
         )
         with _Pipes() as pipes:
             descriptors = worker.Descriptors(
-                payload=payload,
+                payload=self._payload,
                 page=self._page.descriptor,
                 messages=pipes.messages[1],
                 output=pipes.output[1],
@@ -178,7 +179,7 @@ class Supervisor:
                 backend=plan.backend,
                 timeout=plan.timeout,
                 threads=plan.threads,
-                environment=_private_interfaces() | dict(plan.env),
+                environment=_private_interfaces() | dict(os.environ) | dict(plan.env),
                 folder=str(self._folder),
                 kernel_pid=os.getpid(),
                 descriptors=descriptors,
@@ -330,7 +331,8 @@ class Supervisor:
     def _ask_stacks(self) -> None:
         for each in self._workers:
             state = self._of(each)
-            if each.is_alive and state.pid is not None and not state.has_reported:
+            asks = each.is_alive and state.pid is not None and not state.has_reported
+            if asks and _catches(each.pid, signal.SIGUSR1):  # the function may have given the signal back
                 each.signal_alone(signal.SIGUSR1)
 
     def _signal(self, workers: list[_Worker], number: Signals) -> None:
@@ -360,10 +362,14 @@ class _Pipes:
     """
 
     def __init__(self) -> None:
-        self.messages = pipe(_MESSAGES_PIPE)
-        self.output = pipe(_OUTPUT_PIPE)
-        self.stacks = os.pipe()
-        self.lifeline = os.pipe()
+        with ExitStack() as if_one_fails:
+            made = []
+            for size in (_MESSAGES_PIPE, _OUTPUT_PIPE, _SMALL_PIPE, _SMALL_PIPE):
+                made.append(pipe(size))
+                for end in made[-1]:
+                    if_one_fails.callback(os.close, end)
+            if_one_fails.pop_all()
+        self.messages, self.output, self.stacks, self.lifeline = made
         self._kernels = {self.messages[0], self.output[0], self.stacks[0], self.lifeline[1]}
         self._workers = {self.messages[1], self.output[1], self.stacks[1], self.lifeline[0]}
 
@@ -449,7 +455,17 @@ def _start_process(seat: worker.Seat, plan: Plan) -> BaseProcess:
 
 def _private_interfaces() -> dict[str, str]:
     """Keep gloo and NCCL on this machine, unless the user has chosen an interface."""
-    return {name: os.environ.get(name, LOOPBACK) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)
+
+
+def _catches(pid: int, number: Signals) -> bool:
+    """Whether the process handles this signal: where it does not, the signal would end it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return sys.platform != "linux"
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def _environment_at_start(plan: Plan) -> dict[str, str]:

@@ -10,6 +10,7 @@ Runs in: both
 from __future__ import annotations
 
 import fcntl
+import functools
 import inspect
 import io
 import linecache
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import cloudpickle.cloudpickle as _cloudpickle
 
 from .agreement import anonymous_file
 from .errors import UnpicklableError
@@ -174,6 +176,8 @@ class _Pickler(cloudpickle.Pickler):
             return _restore_code, (value.replace(co_filename=_UNNAMED), value.co_filename)
         if self._torch is not None and type(value) in (self._torch.Tensor, self._torch.nn.Parameter):
             return self._reduce_tensor(value)
+        if isinstance(value, functools._lru_cache_wrapper) and value.__module__ == "__main__":
+            return _restore_cache, (value.cache_parameters(), value.__wrapped__)
         if _is_ddp(value):
             raise TypeError("it belongs to its process group; take its .module, or .module.state_dict()")
         return super().reducer_override(value)  # type: ignore[no-untyped-call]
@@ -202,11 +206,17 @@ class _Pickler(cloudpickle.Pickler):
         # The stand-in is kept, and with it the storage: tensors that share one go on sharing it, and no id is reused.
         stand_in = self._storages.setdefault(key, _Storage(storage))
         shape = (plain.dtype, plain.storage_offset(), tuple(plain.size()), plain.stride())
-        return _restore_tensor, (stand_in, *shape, requires_grad, parameter)
+        attributes = vars(tensor) or None  # `weight._no_weight_decay = True` is how optimizers are told
+        return _restore_tensor, (stand_in, *shape, requires_grad, parameter, attributes)
 
 
 def _restore_code(code: types.CodeType, file: str) -> types.CodeType:
     return code.replace(co_filename=file)
+
+
+def _restore_cache(parameters: dict[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    cached: Callable[..., Any] = functools.lru_cache(**parameters)(function)
+    return cached
 
 
 class _Storage:
@@ -238,13 +248,14 @@ def _restore_tensor(
     stride: tuple[int, ...],
     requires_grad: bool,
     parameter: bool,
+    attributes: dict[str, Any] | None,
 ) -> torch.Tensor:
     import torch
 
     tensor = torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
-    if parameter:
-        return torch.nn.Parameter(tensor, requires_grad)
-    return tensor.requires_grad_(requires_grad)
+    tensor = torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+    vars(tensor).update(attributes or {})
+    return tensor
 
 
 # ---- unpacking
@@ -281,7 +292,38 @@ def _unpack(packed: memoryview[int]) -> Any:
     begin = _HEAD.size + _SPAN.size * num_buffers
     spans = [_SPAN.unpack_from(packed, _HEAD.size + _SPAN.size * index) for index in range(num_buffers)]
     buffers = [packed[offset : offset + size] for offset, size in spans]
-    return pickle.loads(packed[begin : begin + length], buffers=buffers)
+    return _Unpickler(io.BytesIO(packed[begin : begin + length]), buffers=buffers).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    """pickle, but a class that this process has is left as it is.
+
+    cloudpickle finds a cell's class again when an instance of it comes back from a worker, and would then overwrite its
+    methods and attributes with the worker's copies.
+    """
+
+    def __init__(self, stream: io.BytesIO, buffers: list[memoryview[int]]) -> None:
+        super().__init__(stream, buffers=buffers)
+        self._had: set[type] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if found in (_cloudpickle._make_skeleton_class, _cloudpickle._make_skeleton_enum):
+            return functools.partial(self._make_skeleton, found)
+        if found is _cloudpickle._class_setstate:
+            return self._set_state
+        return found
+
+    def _make_skeleton(self, make: Callable[..., type], *args: Any) -> type:
+        *_, class_tracker_id, _ = args
+        is_known = class_tracker_id in _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
+        made = make(*args)
+        if is_known:
+            self._had.add(made)
+        return made
+
+    def _set_state(self, made: type, state: Any) -> type:
+        return made if made in self._had else _cloudpickle._class_setstate(made, state)
 
 
 # ---- words on what cannot travel
@@ -330,7 +372,10 @@ def _find_culprit(path: str, value: object, depth: int = 0) -> tuple[str, object
 
 def _parts(path: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, types.FunctionType):
-        captured = inspect.getclosurevars(value)
+        try:
+            captured = inspect.getclosurevars(value)
+        except ValueError:  # a variable that has no value yet
+            return
         for name, part in captured.nonlocals.items():
             yield f"variable {name!r} captured by {value.__name__}()", part
         for name, part in captured.globals.items():

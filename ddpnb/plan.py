@@ -8,6 +8,7 @@ Runs in: kernel
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 import os
@@ -88,6 +89,8 @@ def _check_options(options: Options) -> None:
     for name, value in (options.env or {}).items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env={{{name!r}: {value!r}}}: names and values of environment variables are str")
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"env={{{name!r}: {value!r}}} cannot be an environment variable")
     if options.name is not None and not isinstance(options.name, str):
         raise TypeError(f"name={options.name!r} is not a str")
 
@@ -175,7 +178,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def _name(function: Callable[..., Any]) -> str:
     inner = function
-    while hasattr(inner, "func"):  # functools.partial
+    while isinstance(inner, functools.partial):
         inner = inner.func
     return str(getattr(inner, "__name__", type(inner).__name__))
 

@@ -14,6 +14,8 @@ import signal
 import sys
 import traceback
 
+from .names import FAILED, READY, name_process
+
 
 def _preload() -> None:
     # A group of its own: an interrupt of the kernel reaches the kernel's group, and must not end the server or a
@@ -21,9 +23,7 @@ def _preload() -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    os.environ.pop(
-        "PYTHONSAFEPATH", None
-    )  # it kept the kernel's folder off our path; workers' children may want theirs
+    os.environ.pop("PYTHONSAFEPATH", None)  # it kept the kernel's folder off our path
     sys.path[:] = [folder for folder in sys.path if folder not in ("", os.getcwd())]
 
     import ctypes  # noqa: F401
@@ -45,12 +45,11 @@ def _preload() -> None:
     import torch.utils.data.distributed  # noqa: F401
 
     from . import context, group, payload, worker  # noqa: F401
-    from .server import READY
-
-    worker.name_process(READY)  # the launcher waits for this name
 
 
 try:
     _preload()
+    name_process(READY)  # the launcher waits for one of these names
 except BaseException:  # whatever it is, the server must live: its workers then import for themselves, slower
     traceback.print_exc()
+    name_process(FAILED)

@@ -9,6 +9,7 @@ Runs in: kernel
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -137,7 +138,11 @@ class Launcher(Options):
         run._supervisor = Supervisor(plan, parcel, state, run._changed)
         for attach in on_launch:
             attach(run, self.view)
-        run._supervisor.start()
+        try:
+            run._supervisor.start()
+        except BaseException:
+            run.kill()  # an interrupt that comes right here leaves nobody who could
+            raise
         return run
 
 
@@ -253,6 +258,8 @@ class Run:
             timeout: seconds to wait at most; None: no limit.
         """
         __tracebackhide__ = True
+        if timeout == math.inf:
+            timeout = None
         try:
             ended = self._has_ended.wait(timeout)
         except KeyboardInterrupt:
@@ -373,11 +380,9 @@ class Run:
                 callbacks, self._callbacks = self._callbacks, []
                 self._has_ended.set()
             self._has_changed.notify_all()
-        for watcher in tuple(self.watchers):
-            watcher(self)
-        for callback in callbacks:
+        for listener in (*self.watchers, *callbacks):
             try:
-                callback(self)
+                listener(self)
             except Exception:
                 traceback.print_exc()  # as concurrent.futures does: the others are called all the same
 

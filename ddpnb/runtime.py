@@ -19,22 +19,31 @@ from pathlib import Path
 
 import psutil
 
-_LONGEST = 60
-"""Longest base folder: the path of a unix socket has about 100 characters at most."""
+_LONGEST = 40
+"""Longest base folder: the path of a unix socket has about 100 characters at most, and ours take 64 of them."""
 
 
-@functools.cache
 def folder() -> Path:
-    """This kernel's folder, made on first use, readable by the user alone, removed at exit."""
-    own = _base() / f"{os.getpid()}-{_birth(os.getpid())}"
-    own.mkdir(mode=0o700, exist_ok=True)
-    sweep()
+    """This kernel's folder, made on first use, readable by the user alone, removed at exit.
+
+    Made anew where whatever cleans temporary folders has removed it.
+    """
+    own = _own()
+    if not own.is_dir():
+        _base()
+        own.mkdir(mode=0o700, exist_ok=True)
+        sweep()
     return own
 
 
+@functools.cache
+def _own() -> Path:
+    return _base() / f"{os.getpid()}-{_birth(os.getpid())}"
+
+
 def _remove_own() -> None:
-    if folder.cache_info().currsize and os.getpid() == _pid:  # a forked child may come here too
-        shutil.rmtree(folder(), ignore_errors=True)
+    if _own.cache_info().currsize and os.getpid() == _pid:  # a forked child may come here too
+        shutil.rmtree(_own(), ignore_errors=True)
 
 
 _pid = os.getpid()

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from . import runtime
-
-READY = "ddpnb-server"
-"""Name that the server takes (`/proc/PID/comm`) once its preload is done."""
+from .names import FAILED, READY, name_of
 
 _AT_START = ("LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH_", "PYTORCH_", "PYTHON", "MALLOC_", "DNNL_")
 """Prefixes of variables that libraries read once, as they are loaded: in a forked worker it is too late for them."""
@@ -67,9 +65,11 @@ def ensure(env: Mapping[str, str]) -> str | None:
         if _is_running(state):
             if _ours is None or state._forkserver_pid != _ours.pid:
                 return "another library has started this process's fork server without torch: workers start slower"
-            if _ours.environment == wanted:
-                return None
             changed = sorted(name for name in wanted.keys() | _ours.environment.keys() if _differs(name, wanted))
+            if not Path(state._forkserver_address).exists():
+                changed = ["its socket"]  # swept away by whatever cleans temporary folders
+            if not changed:
+                return None
             note = f"the worker server was started anew, since {', '.join(changed)} changed"
             _retire(state)
         runtime.house_multiprocessing()
@@ -99,11 +99,12 @@ def is_ready() -> bool:
     """Whether the server has imported what it is to import (or is not ours, or this is not Linux: nobody can tell)."""
     if _ours is None or _ours.pid == _without_preload or sys.platform != "linux":
         return True
-    try:
-        has_preloaded = Path(f"/proc/{_ours.pid}/comm").read_text().strip() == READY
-    except OSError:
-        has_preloaded = False
-    return has_preloaded or not is_running()  # where it died, starting a worker starts another
+    return name_of(_ours.pid) == READY or not is_running()  # where it died, starting a worker starts another
+
+
+def has_failed() -> bool:
+    """Whether the server could not import what it is to import."""
+    return _ours is not None and name_of(_ours.pid) == FAILED
 
 
 def do_without_preload() -> None:

@@ -266,11 +266,12 @@ def settles_at(state: RunState) -> float | None:
 
 
 def _blamed(state: RunState) -> RunState:
-    if state.asked:
-        # What a function raises while it is told to end, and what our own signals do, is no failure of the run.
-        return state
     found = failures(state)
-    return replace(state, first_failure=found[0] if found else None)
+    if state.asked:
+        # Deaths and echoes are what ending brings about; a function's own error, while it saves say, is still one.
+        own = [failure for failure in found if not failure.is_silent and not failure.is_echo]
+        found = own if state.asked == "stop" else []
+    return replace(state, first_failure=found[0] if found else state.first_failure)
 
 
 def _with_rank(state: RunState, message: RankMessage, **changes: object) -> RunState:

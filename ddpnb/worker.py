@@ -9,6 +9,7 @@ Runs in: worker
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import fcntl
@@ -22,7 +23,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from io import TextIOWrapper
@@ -35,10 +36,10 @@ from .agreement import Page
 from .channel import Outbox
 from .context import Session, peak_bytes
 from .messages import Phase, PhaseName, Raised, Returned, Started
+from .names import name_process, prctl, worker_name
 from .world import World
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 _F_SETSIG = 10  # Linux; Python's fcntl has no name for it
 
 
@@ -85,8 +86,8 @@ class Seat:
     """Seconds that a collective may take."""
     threads: int
     """Intra-op threads."""
-    environment: Mapping[str, str]
-    """Variables to set; torchrun's are set besides."""
+    environment: dict[str, str]
+    """All variables, as they are in the kernel or were asked for; torchrun's are set besides."""
     folder: str
     """For multiprocessing's own sockets; the kernel removes it."""
     kernel_pid: int
@@ -125,8 +126,9 @@ class _Worker:
         _leave_the_kernels_group()
         _hold_lifeline(seat.descriptors.lifeline)
         _redirect_output(seat.descriptors.output, seat.descriptors.stacks)
-        name_process(f"ddpnb{seat.kernel_pid}.{self.rank}")
-        os.environ.update(seat.world.environment() | dict(seat.environment))
+        name_process(worker_name(seat.kernel_pid, self.rank))
+        _take_environment(seat.environment | seat.world.environment())
+        atexit._clear()  # what the server or the kernel registered is theirs to run
         multiprocessing.process.current_process()._config["tempdir"] = seat.folder  # type: ignore[attr-defined]
         self.outbox.send(Started(rank=self.rank, time=time.monotonic(), pid=self.pid, device=seat.device))
 
@@ -137,6 +139,7 @@ class _Worker:
                 until_reported.enter_context(Session(seat.world, seat.device, self.outbox.send, page))
                 page.note_memory(seat.world.local_rank, peak_bytes())
                 _set_threads(seat.threads)
+                _seed_anew()
                 # forkserver would become the children's own default, and a Dataset of a cell cannot be pickled for it.
                 multiprocessing.set_start_method("fork", force=True)
 
@@ -153,10 +156,14 @@ class _Worker:
                 result = payload.pack(value, "the returned value")
                 self._enter("threads")
                 _join_threads()
+                atexit._run_exitfuncs()  # the function's own: a logger may have to upload
             except BaseException as error:
-                self._refuse_grandchild()
+                self._refuse_grandchild(error)
                 report = raised(error, self.rank, self.phase)
-                until_reported.close()
+                try:
+                    until_reported.close()
+                except Exception:
+                    traceback.print_exc()  # what was logged last is lost, the report is not
                 _flush_output()
                 with _writer(2) as stderr:  # the function may have closed or replaced the other
                     stderr.write(report.traceback)
@@ -186,10 +193,14 @@ class _Worker:
         store = private_store(seat.world, seat.descriptors.listener, seat.timeout)
         return Group(seat.world, store, seat.timeout)
 
-    def _refuse_grandchild(self) -> None:
-        if os.getpid() != self.pid:
-            traceback.print_exc()
-            os._exit(1)
+    def _refuse_grandchild(self, error: BaseException | None = None) -> None:
+        """End a child that the function forked and that came back to us: it is not the worker."""
+        if os.getpid() == self.pid:
+            return
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            os._exit(error.code or 0)
+        traceback.print_exc()
+        os._exit(1)
 
 
 def raised(error: BaseException, rank: int, phase: PhaseName) -> Raised:
@@ -224,7 +235,7 @@ def torch_device(name: str) -> Any:
 
 def _leave_the_kernels_group() -> None:
     """Lead a process group, and take no signal that a terminal, a kernel or the creating thread sends."""
-    _prctl(_PR_SET_PDEATHSIG, 0)  # torch asks for SIGINT when the *thread* that created us ends
+    prctl(_PR_SET_PDEATHSIG, 0)  # torch asks for SIGINT when the *thread* that created us ends
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -271,14 +282,20 @@ def _writer(descriptor: int) -> TextIOWrapper:
     return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def name_process(name: str) -> None:
-    """Show as `name` in ps -o comm, where doctor() finds workers of dead kernels."""
-    _prctl(_PR_SET_NAME, name.encode()[:15])
+def _take_environment(environment: dict[str, str]) -> None:
+    """Have these variables and no others: the server's are those of the time when it was started."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
 
 
-def _prctl(option: int, value: int | bytes) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+def _seed_anew() -> None:
+    """Give torch and NumPy seeds of this process's own: the server, or a forked kernel, hands all ranks the same."""
+    import torch
+
+    torch.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
 
 
 def _set_threads(threads: int) -> None:
@@ -317,13 +334,16 @@ def _wait_for_the_end() -> NoReturn:
 
 
 def _packed_exception(error: BaseException) -> bytes | None:
-    """The exception, if it arrives as what it was; None otherwise: its text travels in any case."""
-    try:
-        packed = payload.pack(error)
-        arrives = type(payload.unpack(packed)) is type(error)
-    except Exception:
-        return None
-    return packed if arrives else None
+    """The exception, or one of its type with its text alone, if it arrives as what it was; None otherwise."""
+    kind: Callable[[str], BaseException] = type(error)
+    for make in (lambda: error, lambda: kind(str(error))):
+        try:
+            packed = payload.pack(make())  # type: ignore[no-untyped-call]
+            if type(payload.unpack(packed)) is type(error):
+                return packed
+        except Exception:
+            continue  # it holds what cannot travel, or its class wants other arguments
+    return None
 
 
 def _text_of(error: BaseException) -> str:

@@ -23,6 +23,8 @@ _RATE_POINTS = 200
 """Newest points that the speed is measured over."""
 _LINE_LENGTH = 160
 """Characters shown of a line of output."""
+_REPORT_LENGTH = 20_000
+"""Characters shown of a failure's report; `run.result()` raises all of it."""
 
 # CSI and OSC sequences of a terminal, then what is left of control characters.
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
@@ -136,7 +138,7 @@ def failure(state: RunState) -> str | None:
     """The report of a failed run; None where nothing failed."""
     if not state.first_failure and not state.problem:
         return None
-    return report(state)
+    return cut(report(state), _REPORT_LENGTH)
 
 
 def _fraction(loops: tuple[Progress, ...]) -> float:

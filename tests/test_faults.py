@@ -101,7 +101,7 @@ def test_a_swept_away_folder_is_made_again(kernel: Kernel) -> None:
         import shutil
         from ddpnb import runtime
         two(len, []).result()
-        shutil.rmtree(runtime.folder().parent)
+        shutil.rmtree(runtime.folder())
         print((two(len, []).results(), two(len, []).results()))
     """)
 

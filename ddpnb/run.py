@@ -73,8 +73,10 @@ def launch(
         run = ddpnb.launch(train, epochs=3, nproc_per_node=2)
         weights = run.result()          # waits; rank 0's value, or the error of the rank that failed
 
-    The function may come from a cell. What it captures is copied to the workers; what it returns is copied back.
-    A process group is there when it is called, and `ddpnb.rank()`, `ddpnb.device()`, `ddpnb.log()` … work in it.
+    The function may come from a cell. What it captures is copied as it is now; what it returns is copied back, and
+    tensors of a GPU arrive on the CPU. A process group is there when it is called, and `ddpnb.rank()`,
+    `ddpnb.device()`, `ddpnb.log()` … work in it. Each rank's random numbers are its own, and others in each run: seed
+    them in the function for a run that can be repeated.
 
     Args:
         function: what every rank calls.

@@ -219,7 +219,7 @@ def test_an_exception_that_cannot_be_turned_into_text_is_told(kernel: Kernel) ->
     assert "its __str__ raised RuntimeError" in reply.message
 
 
-def test_an_exception_with_a_lock_in_it_is_told_in_words(kernel: Kernel) -> None:
+def test_an_exception_with_a_lock_in_it_keeps_its_type_and_its_words(kernel: Kernel) -> None:
     reply = kernel.run("""
         def train():
             error = ValueError("held")
@@ -228,7 +228,7 @@ def test_an_exception_with_a_lock_in_it_is_told_in_words(kernel: Kernel) -> None
         two(train).result()
     """)
 
-    assert "WorkerError" == reply.error
+    assert "ValueError" == reply.error
     assert "raised ValueError in Cell In[" in reply.message
 
 

@@ -24,6 +24,7 @@ WORKER_SIDE = (
     "channel",
     "agreement",
     "messages",
+    "names",
     "world",
     "errors",
 )
@@ -126,7 +127,7 @@ def test_a_worker_side_module_imports_no_kernel_side_one(module: str) -> None:
     ours = {name[1:] for name in imports(module, MODULES[module]) if name.startswith(".")}
 
     assert not named & NOT_IN_A_WORKER
-    assert ours <= {*WORKER_SIDE, "server"}  # preload takes one name from it
+    assert ours <= {*WORKER_SIDE}
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name])

@@ -234,7 +234,7 @@ def test_a_runtime_folder_of_somebody_else_is_refused(fresh_kernel: Kernel) -> N
             import tempfile
             from ddpnb import runtime
             tempfile.tempdir = {short!r}
-            runtime.folder.cache_clear()
+            runtime._own.cache_clear()
             two(len, []).result()
         """)
 

@@ -6,6 +6,7 @@ import math
 import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -131,11 +132,21 @@ def test_a_death_by_our_hand_is_no_failure() -> None:
     assert 0 == blamed(raised(0, at=1.0), exited(1, SIGKILL, at=0.9, ended_by_us=True))
 
 
-def test_nobody_is_blamed_for_what_happens_after_the_asking() -> None:
+def test_nobody_is_blamed_for_deaths_and_echoes_after_the_asking() -> None:
     for how in ("stop", "kill"):
-        state = folded(*running(), Asked(time=1.0, how=how), raised(0, at=1.1), exited(1, -15, at=1.2))
+        echo = replace(raised(0, at=1.1), is_echo=True)
+        state = folded(*running(), Asked(time=1.0, how=how), echo, exited(1, -15, at=1.2))
 
         assert state.first_failure is None
+
+
+def test_an_own_error_after_a_stop_is_to_blame_and_after_a_kill_is_not() -> None:
+    stopped = folded(*running(), Asked(time=1.0, how="stop"), raised(0, at=1.1))
+    killed = folded(*running(), Asked(time=1.0, how="kill"), raised(0, at=1.1))
+
+    assert stopped.first_failure is not None
+    assert 0 == stopped.first_failure.rank
+    assert killed.first_failure is None
 
 
 def test_a_failure_before_the_asking_stays_to_blame() -> None:

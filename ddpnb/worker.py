@@ -313,10 +313,12 @@ def _set_threads(threads: int) -> None:
 
 
 def _join_threads() -> None:
-    """Wait for threads that the function left running, as the interpreter does at its end: one may write a file."""
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+    """Wait for threads that the function left running: one may write a file.
+
+    As the interpreter does at its end, and multiprocessing for its children: executors are told first, whose idle
+    threads would wait for ever.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
 
 
 def _flush_output() -> None:

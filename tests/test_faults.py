@@ -203,6 +203,21 @@ def test_handlers_that_the_function_registered_for_the_exit_are_called(kernel: K
     assert "uploaded\n" == output
 
 
+def test_an_executor_that_the_function_left_open_finishes_its_work_and_ends(kernel: Kernel) -> None:
+    output = kernel.value("""
+        def train():
+            from concurrent.futures import ThreadPoolExecutor
+            global pool
+            pool = ThreadPoolExecutor(2)
+            pool.submit(lambda: (time.sleep(0.2), print("saved", flush=True)))
+            return "value"
+        run = two(train)
+        print((run.result(30), str(run.output(1))))
+    """)
+
+    assert ("value", "saved\n") == output
+
+
 def test_a_child_that_the_function_forked_may_exit(kernel: Kernel) -> None:
     codes = kernel.value("""
         def train():

@@ -22,7 +22,7 @@ import traceback
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -114,12 +114,11 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
         raise TypeError("log() got no value: log(loss=loss), or log({'loss': loss}, step=step)")
     if step is not None:
         step = _checked_step(step)
-    session = _session or _outside()
-    # Between two training steps all this code is cold, and every line of it costs.
+    # Between two training steps all this code is cold, and every line of it costs: nothing is looked up in an object.
     for name, value in named.items():
         if value.__class__ is not float:
-            named[name] = session.number(name, value)
-    session.record((step, monotonic(), named))
+            named[name] = _number(name, value)
+    _record((step, monotonic(), named))
 
 
 def progress(iterable: Iterable[Item], description: str = "", *, total: int | None = None) -> Iterable[Item]:
@@ -162,13 +161,10 @@ class Session:
         self.place = place
         self.device = device
         self.records: deque[tuple[int | None, float, dict[str, Any]]] = deque()  # (step, time, {name: value})
-        self.record = self.records.append
         self.loops: list[_Loop[Any]] = []  # under way or just over, outermost first
         self._send = send
         self._page = page
         self._local_rank = place.local_rank
-        torch = sys.modules.get("torch")
-        self._tensor: Any = torch.Tensor if torch is not None else _OnItsWay
         self._flushing = threading.Lock()
         self._counts: dict[str, int] = {}  # {name: how often it was logged without a step}
         self._current_step = 0
@@ -177,37 +173,20 @@ class Session:
         self._thread = threading.Thread(target=self._flush_regularly, name="ddpnb-session", daemon=True)
 
     def __enter__(self) -> Session:
-        global _session
-        _session = self
+        global _session, _record, _tensor
+        _session, _record = self, self.records.append
+        torch = sys.modules.get("torch")
+        _tensor = torch.Tensor if torch is not None else _OnItsWay
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Send what is left. Nothing that was logged is lost, and the thread is gone."""
-        global _session
+        global _session, _record
         self._closed.set()
         self._thread.join()
         self.flush(wait=True)
-        _session = None
-
-    def number(self, name: str, value: Any) -> Any:
-        """`value` as a float, or as a copy on its way from a GPU that `_arrived` can read."""
-        if isinstance(value, self._tensor):
-            if not value.is_cpu:
-                return _OnItsWay(name, value)
-            try:
-                value = value.item()  # at once: the caller may change it in place
-            except RuntimeError:
-                raise _not_one_number(name, value) from None
-            if value.__class__ is float:
-                return value
-        try:
-            return float(value.item() if hasattr(value, "item") else value)  # an array of one element is no float
-        except (TypeError, ValueError):
-            kind = type(value).__name__
-            raise TypeError(
-                f"log({name}=…) takes a number or a tensor of one element, not {value!r} ({kind})"
-            ) from None
+        _session, _record = None, _outside
 
     def should_stop(self) -> bool:
         """As the function of this name."""
@@ -244,14 +223,16 @@ class Session:
         columns: dict[str, tuple[array[int], array[float], array[float]]] = {}
         for _ in range(len(self.records)):  # and not what is logged meanwhile: a tight loop never ends
             step, moment, named = self.records[0]
-            if not wait and not all(map(_has_arrived, named.values())):
+            if not _arrive(named, wait):
                 break  # later ones wait too: order is kept
             self.records.popleft()
             at = self._step_of(named) if step is None else step
             for name, value in named.items():
-                steps, values, times = columns.setdefault(name, (array("q"), array("d"), array("d")))
+                if name not in columns:
+                    columns[name] = (array("q"), array("d"), array("d"))
+                steps, values, times = columns[name]
                 steps.append(at)
-                values.append(value if value.__class__ is float else value.read())
+                values.append(value)
                 times.append(moment)
         now = time.monotonic()
         for name, (steps, values, times) in columns.items():
@@ -350,6 +331,24 @@ def _checked_step(step: Any) -> int:
     return int(step)
 
 
+def _number(name: str, value: Any) -> Any:
+    """`value` as a float, or as a copy on its way from a GPU that `_arrived` can read."""
+    if isinstance(value, _tensor):
+        if not value.is_cpu:
+            return _OnItsWay(name, value)
+        # At once: the caller may change it in place. Not by item(), which goes through the dispatcher and is slower.
+        number = value.tolist()
+        if number.__class__ is float:
+            return number
+        if number.__class__ is list and value.numel() != 1:
+            raise _not_one_number(name, value)
+    try:
+        return float(value.item() if hasattr(value, "item") else value)  # an array of one element is no float
+    except (TypeError, ValueError):
+        kind = type(value).__name__
+        raise TypeError(f"log({name}=…) takes a number or a tensor of one element, not {value!r} ({kind})") from None
+
+
 def _not_one_number(name: str, value: torch.Tensor) -> ValueError:
     return ValueError(
         f"log({name}=…): a tensor of shape {tuple(value.shape)} is not one number; log its mean() or sum()"
@@ -364,12 +363,16 @@ _session: Session | None = None
 """This process's session; None outside of a launched function."""
 
 _nobody = Session(World(), "cpu", lambda *_: None, None)
-_nobody.record = _say_nothing
 
 
-def _outside() -> Session:
+def _outside(_: object) -> None:
     warnings.warn("ddpnb.log() outside of a launched function: the values go nowhere", stacklevel=3)
-    return _nobody
+
+
+_record: Callable[[tuple[int | None, float, dict[str, Any]]], None] = _outside
+"""Takes what `log()` was given; the session's, or one that warns."""
+_tensor: Any = ()
+"""`torch.Tensor`, or nothing."""
 
 
 def current_session() -> Session | None:
@@ -381,8 +384,14 @@ def _place() -> World:
     return _session.place if _session is not None else _nobody.place
 
 
-def _has_arrived(value: Any) -> bool:
-    return value.__class__ is float or value.has_arrived()
+def _arrive(named: dict[str, Any], wait: bool) -> bool:
+    """Put the number in place of each copy from a GPU; whether all have arrived (`wait`: wait for them)."""
+    for name, value in named.items():
+        if value.__class__ is not float:
+            if not (wait or value.has_arrived()):
+                return False
+            named[name] = value.read()
+    return True
 
 
 def _length(iterable: object) -> int | None:
@@ -400,9 +409,9 @@ def peak_bytes() -> int:
 
 def _drop_session_in_child() -> None:
     """A forked grandchild, a DataLoader worker say, inherits the session but not its thread: it must not speak."""
-    global _session
+    global _record
     if _session is not None:
-        _session.record = _session._send = _say_nothing
+        _record = _session._send = _say_nothing
 
 
 os.register_at_fork(after_in_child=_drop_session_in_child)

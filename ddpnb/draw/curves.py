@@ -247,11 +247,16 @@ def _stroke(group: list[Bucket]) -> Stroke | None:
     for bucket in group:
         count += bucket.count
         total += bucket.total
-        low = min(low, bucket.minimum)
-        high = max(high, bucket.maximum)
+        if bucket.minimum < low:
+            low = bucket.minimum
+        if bucket.maximum > high:
+            high = bucket.maximum
     if not count:
         return None
-    return Stroke(group[0].first_step, group[-1].last_step, _within(low), _within(high), _within(total / count))
+    mean = total / count
+    if not (low > 1 / _HUGE and high < _HUGE):  # as losses are, nearly always
+        low, high, mean = _within(low), _within(high), _within(mean)
+    return Stroke(group[0].first_step, group[-1].last_step, low, high, mean)
 
 
 def _within(value: float) -> float:

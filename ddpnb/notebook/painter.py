@@ -21,8 +21,11 @@ INTERVAL = 0.5
 TICK = 1.0
 """Seconds after which a view is drawn again though nothing was said: time goes on."""
 
-COST_FACTOR = 20
-"""A view rests this many times as long as it took to draw, so that it stays below a twentieth of a core."""
+COST_FACTOR = 200
+"""A view rests this many times as long as it took to draw, so that it stays below a two-hundredth of a core …"""
+
+LONGEST_REST = 1.0
+"""… but not longer than this, unless it is so large that it would take more than a twentieth."""
 
 
 class Watched(Protocol):
@@ -133,7 +136,7 @@ class _Turn:
         except Exception:
             self.is_over = True
             self._report(traceback.format_exc())
-        self._rest = max(INTERVAL, COST_FACTOR * (time.thread_time() - begin))
+        self._rest = _rest_after(time.thread_time() - begin)
         if self.is_over:
             self._view.run.watchers.remove(self.changed)
 
@@ -143,6 +146,11 @@ class _Turn:
         except Exception:
             # Not even that could be shown: the thread goes on for the other views, the kernel's stderr has both.
             traceback.print_exc()
+
+
+def _rest_after(cost: float) -> float:
+    """Seconds from a drawing that took `cost` seconds of a core to the next."""
+    return max(INTERVAL, min(LONGEST_REST, COST_FACTOR * cost), 20 * cost)
 
 
 painter = Painter()

@@ -310,7 +310,7 @@ moments = [["launch() returned", None, time.monotonic()]]
 values = run.results()
 moments.append(["result in the cell", None, time.monotonic()])
 moments += [["first step", rank, value["stepped"]] for rank, value in values.items()]
-run._supervisor.join()
+run.wait()
 print(json.dumps([[what, rank, moment - began] for what, rank, moment in heard + moments]))
 """
 

@@ -5,7 +5,7 @@ A *session* stands behind these functions: in a worker it speaks to the kernel t
 world of one process.
 
 `log()` only appends to a deque. A thread empties it a few times a second: it counts steps, packs columns and sends, so
-that the training step pays about a microsecond, whatever happens at the other end.
+that the training step pays microseconds, whatever happens at the other end.
 
 Runs in: worker (and in the kernel for a run in place)
 """
@@ -139,7 +139,7 @@ def should_stop() -> bool:
     """Whether the run is to end: ask once per step, and return (after saving what is worth it) when it says True.
 
     All ranks get the same answer at the same call, so none is left waiting in a collective; call it equally often on
-    every rank. Costs a few microseconds and no communication.
+    every rank. Costs microseconds, two system calls, and no communication.
     """
     return _session.should_stop() if _session is not None else False
 
@@ -332,7 +332,7 @@ def _checked_step(step: Any) -> int:
 
 
 def _number(name: str, value: Any) -> Any:
-    """`value` as a float, or as a copy on its way from a GPU that `_arrived` can read."""
+    """`value` as a float, or as a copy on its way from a GPU that `_arrive` can read."""
     if isinstance(value, _tensor):
         if not value.is_cpu:
             return _OnItsWay(name, value)

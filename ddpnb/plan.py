@@ -22,6 +22,8 @@ StartMethod = Literal["forkserver", "spawn", "fork"]
 
 BACKENDS = ("gloo", "nccl")
 _MOST_AUTO_WORKERS = 4
+_LATER = ("run_dir", "resume", "nnodes", "node_rank", "master_addr", "master_port")
+"""Options that are not built yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +73,8 @@ class Plan:
 
 
 def _check_options(options: Options) -> None:
-    later = [name for name in ("run_dir", "master_addr") if getattr(options, name) is not None]
-    later += [name for name in ("resume",) if options.resume is not False]
-    later += [name for name, default in (("nnodes", 1), ("node_rank", 0)) if getattr(options, name) != default]
+    defaults = {option.name: option.default for option in fields(options)}
+    later = [name for name in _LATER if getattr(options, name) != defaults[name]]
     if later:
         raise NotImplementedError(f"{', '.join(later)}: comes with a later version of ddpnb; leave it out")
     workers = options.nproc_per_node

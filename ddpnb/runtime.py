@@ -30,7 +30,7 @@ def folder() -> Path:
     """
     own = _own()
     if not own.is_dir():
-        _base()
+        _base()  # it may have been removed as well
         own.mkdir(mode=0o700, exist_ok=True)
         sweep()
     return own

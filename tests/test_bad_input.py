@@ -63,6 +63,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"name": 7}, TypeError, "name=7 is not a str"),
     ({"run_dir": "runs"}, NotImplementedError, "run_dir: comes with a later version of ddpnb; leave it out"),
     ({"nnodes": 2}, NotImplementedError, "nnodes: comes with a later version"),
+    ({"master_port": 29501}, NotImplementedError, "master_port: comes with a later version"),
     ({"nproc_per_nod": 2}, TypeError, "did you mean 'nproc_per_node'?"),
 ]
 

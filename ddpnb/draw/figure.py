@@ -81,7 +81,7 @@ def figure(state: RunState, now: float | None = None) -> Figure:
 
 
 def png(state: RunState, now: float | None = None) -> bytes:
-    """The figure as PNG, with twice the pixels that `size()` says, for sharp screens."""
+    """The figure as PNG, with twice the pixels that `display_metadata()` says, for sharp screens."""
     return _picture(figure(state, now))
 
 

@@ -1,12 +1,16 @@
-"""Stopping all ranks of a node at the same step, without a collective.
+"""Stopping all ranks of a node at the same step, without a collective and without a system call.
 
-Kernel and workers share one page of memory and one lock per rank, a byte range of the page's own descriptor. At each
-check a rank, under its lock, counts the check and reads `stop_at`. To stop, the kernel takes *all* locks, writes
-`stop_at` = the highest count + 1 and lets go: no rank has passed that check, and each sees the value when it gets
-there. It cannot race, and costs a rank two system calls.
+Kernel and workers share one page of memory. At each check a rank *first* counts it, *then* looks at `hold`, and at last
+reads `stop_at`. To stop, the kernel raises `hold`, waits until that is seen everywhere, writes `stop_at` = the highest
+count + 1, waits again, and lowers `hold`. Whatever a rank does meanwhile, it cannot race:
 
-Record locks belong to a process and are freed by the operating system with it, a SIGKILL included: nothing is left
-behind and a dead rank blocks nobody. The page carries a few more numbers of each rank that must outlive it.
+- its count was seen: then `stop_at` lies behind this check, and it meets it at a later one like all the others;
+- its count was not seen: then it was written after `hold` was raised, the rank saw that, and waits for `stop_at`.
+
+"Seen everywhere" needs no fence in the rank, only time in the kernel: a core shows its writes to the others within
+microseconds, and `_SETTLE` is milliseconds. A rank that is stopped by SIGSTOP or dies holds up nobody.
+
+The page carries a few more numbers of each rank that must outlive it.
 
 Runs in: both
 """
@@ -17,7 +21,6 @@ import mmap
 import os
 import tempfile
 import time
-from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, lockf
 
 _STOP_AT, _HOLD = 0, 1  # indices of the kernel's numbers; 0 there: nobody is to stop, nobody is to wait
 _SHARED = 2
@@ -25,10 +28,10 @@ _CHECKS, _INTERVAL, _MEMORY, _OWN = 0, 1, 2, 3  # each rank's numbers, and how m
 
 _NOTE_EVERY = 8
 """Checks between two measurements of a rank's interval; the first few are measured each, they may be slow ones."""
-_LOCK_PATIENCE = 1.0
-"""Seconds the kernel waits for one rank's lock; a rank holds it for microseconds, unless it was stopped by SIGSTOP."""
-_YIELD = 0.001
-"""Seconds that a rank leaves its lock alone while the kernel wants it: one that asks in a tight loop always has it."""
+_SETTLE = 0.002
+"""Seconds after which what one process wrote on the page is seen by all: a thousand times what any core takes."""
+_WAIT = 0.0005
+"""Seconds between two looks of a rank that waits for `hold` to be lowered."""
 
 
 class Page:
@@ -64,16 +67,13 @@ class Page:
     def check(self, local_rank: int) -> bool:
         """Count one check of this rank; whether all ranks are to stop at it (or were at an earlier one)."""
         # Between two training steps all this code is cold, and every line of it costs.
-        own, numbers, descriptor = _SHARED + local_rank * _OWN, self._numbers, self.descriptor
-        if numbers[_HOLD]:
-            time.sleep(_YIELD)
-        lockf(descriptor, LOCK_EX, 1, local_rank)
+        numbers, own = self._numbers, _SHARED + local_rank * _OWN
         numbers[own] = count = numbers[own] + 1
-        stop_at = numbers[_STOP_AT]
-        lockf(descriptor, LOCK_UN, 1, local_rank)
+        while numbers[_HOLD]:  # looked at after the count was written: this order is what the kernel relies on
+            time.sleep(_WAIT)
         if count < _NOTE_EVERY or not count % _NOTE_EVERY:
             self._note_interval(own, count)
-        return 0 < stop_at <= count
+        return 0 < numbers[_STOP_AT] <= count
 
     def _note_interval(self, own: int, count: int) -> None:
         now = time.monotonic()
@@ -93,19 +93,17 @@ class Page:
     # ---- the kernel's side
 
     def ask_to_stop(self) -> None:
-        """Make every rank's next common check say stop. Again: no effect."""
-        if self._numbers[_STOP_AT]:
+        """Make every rank's next common check say stop; takes a few milliseconds. Again: no effect."""
+        numbers = self._numbers
+        if numbers[_STOP_AT]:
             return
-        self._numbers[_HOLD] = 1
-        locked = [rank for rank in range(self.num_ranks) if self._lock(rank)]
+        numbers[_HOLD] = 1
         try:
-            counts = [self._numbers[self._own(rank) + _CHECKS] for rank in range(self.num_ranks)]
-            # A rank whose lock could not be had stands still within its check, which may or may not be counted yet.
-            self._numbers[_STOP_AT] = max(counts) + (1 if len(locked) == self.num_ranks else 2)
+            time.sleep(_SETTLE)
+            numbers[_STOP_AT] = 1 + max(map(self.num_checks, range(self.num_ranks)))
+            time.sleep(_SETTLE)
         finally:
-            self._numbers[_HOLD] = 0
-            for rank in locked:
-                lockf(self.descriptor, LOCK_UN, 1, rank)
+            numbers[_HOLD] = 0
 
     def check_interval(self, local_rank: int) -> float | None:
         """Mean seconds between this rank's last checks; None before the second."""
@@ -117,18 +115,6 @@ class Page:
 
     def _own(self, local_rank: int) -> int:
         return _SHARED + local_rank * _OWN
-
-    def _lock(self, local_rank: int) -> bool:
-        deadline = time.monotonic() + _LOCK_PATIENCE
-        while True:
-            try:
-                lockf(self.descriptor, LOCK_EX | LOCK_NB, 1, local_rank)
-            except OSError:
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(_YIELD / 10)
-            else:
-                return True
 
 
 def anonymous_file(name: str) -> int:

@@ -139,7 +139,7 @@ def should_stop() -> bool:
     """Whether the run is to end: ask once per step, and return (after saving what is worth it) when it says True.
 
     All ranks get the same answer at the same call, so none is left waiting in a collective; call it equally often on
-    every rank. Costs microseconds, two system calls, and no communication.
+    every rank. Costs microseconds, no system call and no communication.
     """
     return _session.should_stop() if _session is not None else False
 

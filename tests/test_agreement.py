@@ -6,13 +6,15 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
-from ddpnb.agreement import Page, anonymous_file
+from ddpnb.agreement import _HOLD, _STOP_AT, Page, anonymous_file
 
 from .conftest import wait_until
 
@@ -99,7 +101,23 @@ def test_asking_again_changes_nothing(page: Page) -> None:
     assert page.check(1)
 
 
-def test_a_rank_that_stands_still_within_its_check_does_not_hold_up_the_kernel_for_long() -> None:
+def test_a_rank_that_checks_while_the_kernel_decides_waits_for_the_answer(page: Page) -> None:
+    numbers = page._numbers
+    numbers[_HOLD] = 1
+    answers: list[bool] = []
+    rank = threading.Thread(target=lambda: answers.append(page.check(0)))
+    rank.start()
+    wait_until(lambda: page.num_checks(0) == 1, what="the rank's count")
+    rank.join(0.05)
+    is_waiting = rank.is_alive()
+    numbers[_STOP_AT] = 1
+    numbers[_HOLD] = 0
+    rank.join()
+
+    assert (True, [True]) == (is_waiting, answers)
+
+
+def test_a_rank_that_stands_still_does_not_hold_up_the_kernel_and_stops_with_the_others() -> None:
     page = Page.create(2)
     ((process, rank), *_) = _rank_processes([page], 1)
     rank.send("go")
@@ -107,19 +125,24 @@ def test_a_rank_that_stands_still_within_its_check_does_not_hold_up_the_kernel_f
     while not page.num_checks(0):
         pass
     os.kill(process.pid, signal.SIGSTOP)
+    while "T" not in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]:
+        pass
 
-    page.ask_to_stop()
+    began = time.monotonic()
     answered = page.num_checks(0)
+    page.ask_to_stop()
+    taken = time.monotonic() - began
     os.kill(process.pid, signal.SIGCONT)
     stopped_at = rank.recv()
     process.join()
     rank.close()
     page.close()
 
-    assert 1 <= stopped_at - answered <= 2
+    assert answered + 1 == stopped_at
+    assert taken < 3  # it does not wait for the rank
 
 
-def test_a_killed_rank_leaves_no_lock_behind() -> None:
+def test_a_killed_rank_holds_up_nobody() -> None:
     page = Page.create(2)
     ((process, rank), *_) = _rank_processes([page], 1)
     rank.send("go")

@@ -114,9 +114,12 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
         raise TypeError("log() got no value: log(loss=loss), or log({'loss': loss}, step=step)")
     if step is not None:
         step = _checked_step(step)
-    # Between two training steps all this code is cold, and every line of it costs: nothing is looked up in an object.
+    # Between two training steps all this code is cold, and every line of it costs: nothing is looked up in an object, and
+    # the usual tensor is read here. At once, for the caller may change it in place; and by tolist(), for item() is slower.
     for name, value in named.items():
-        if value.__class__ is not float:
+        if value.__class__ is _tensor and value.is_cpu and (number := value.tolist()).__class__ is float:
+            named[name] = number
+        elif value.__class__ is not float:
             named[name] = _number(name, value)
     _record((step, monotonic(), named))
 
@@ -336,11 +339,7 @@ def _number(name: str, value: Any) -> Any:
     if isinstance(value, _tensor):
         if not value.is_cpu:
             return _OnItsWay(name, value)
-        # At once: the caller may change it in place. Not by item(), which goes through the dispatcher and is slower.
-        number = value.tolist()
-        if number.__class__ is float:
-            return number
-        if number.__class__ is list and value.numel() != 1:
+        if value.numel() != 1:
             raise _not_one_number(name, value)
     try:
         return float(value.item() if hasattr(value, "item") else value)  # an array of one element is no float

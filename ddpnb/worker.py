@@ -13,6 +13,7 @@ import atexit
 import ctypes
 import faulthandler
 import fcntl
+import gc
 import multiprocessing
 import multiprocessing.process
 import os
@@ -146,6 +147,9 @@ class _Worker:
                 self._enter("unpacking")
                 packed = payload.map_call(seat.descriptors.payload)
                 group = self._prepare_group()
+                # Torch's 280,000 objects stay as long as this process: a collection that went through them would hold
+                # up a training step for up to 100 ms, and write on every page that is shared with the server.
+                gc.freeze()
                 call = payload.unpack_call(packed)
                 if seat.backend is not None:
                     self._enter("rendezvous")

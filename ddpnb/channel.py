@@ -23,6 +23,7 @@ from .messages import FromWorker
 
 _FRAME = struct.Struct("=QI")  # length of what follows, and of the JSON head in it
 _KINDS = {kind.__name__: kind for kind in get_args(FromWorker)}
+_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _KINDS.values()}
 _READ = 1 << 16  # more would be paid for in fresh pages at each read, however little is there
 _F_SETPIPE_SZ = getattr(fcntl, "F_SETPIPE_SZ", 1031)
 
@@ -31,13 +32,13 @@ def encode(message: FromWorker) -> bytes:
     """One message as a frame."""
     head: dict[str, object] = {"kind": type(message).__name__}
     blobs: list[bytes] = []
-    for field in fields(message):
-        value = getattr(message, field.name)
+    for name in _FIELDS[type(message)]:
+        value = getattr(message, name)
         if isinstance(value, bytes):
-            head[field.name] = [len(value)]  # a list stands for bytes: no field is a list
+            head[name] = [len(value)]  # a list stands for bytes: no field is a list
             blobs.append(value)
         else:
-            head[field.name] = value
+            head[name] = value
     text = json.dumps(head).encode()
     length = 4 + len(text) + sum(map(len, blobs))
     return b"".join((_FRAME.pack(length, len(text)), text, *blobs))

@@ -114,8 +114,8 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
         raise TypeError("log() got no value: log(loss=loss), or log({'loss': loss}, step=step)")
     if step is not None:
         step = _checked_step(step)
-    # Between two training steps all this code is cold, and every line of it costs: nothing is looked up in an object, and
-    # the usual tensor is read here. At once, for the caller may change it in place; and by tolist(), for item() is slower.
+    # Between two training steps all this code is cold, and every line of it costs: nothing is looked up in an object,
+    # and the usual tensor is read here. At once: the caller may change it in place. By tolist(): item() is slower.
     for name, value in named.items():
         if value.__class__ is _tensor and value.is_cpu and (number := value.tolist()).__class__ is float:
             named[name] = number
@@ -223,36 +223,43 @@ class Session:
                 traceback.print_exc()  # one batch is lost, and said; the next may be better
 
     def _metrics(self, wait: bool) -> Iterator[Metrics]:
-        columns: dict[str, tuple[array[int], array[float], array[float]]] = {}
-        for _ in range(len(self.records)):  # and not what is logged meanwhile: a tight loop never ends
-            step, moment, named = self.records[0]
-            if not _arrive(named, wait):
-                break  # later ones wait too: order is kept
-            self.records.popleft()
-            at = self._step_of(named) if step is None else step
+        points: dict[str, list[tuple[int, float, float]]] = {}
+        for step, moment, named in self._arrived(wait):
+            if step is None:
+                step = self._step_of(named)
             for name, value in named.items():
-                if name not in columns:
-                    columns[name] = (array("q"), array("d"), array("d"))
-                steps, values, times = columns[name]
-                steps.append(at)
-                values.append(value)
-                times.append(moment)
+                points.setdefault(name, []).append((step, value, moment))
         now = time.monotonic()
-        for name, (steps, values, times) in columns.items():
+        for name, rows in points.items():
+            steps, values, times = zip(*rows, strict=True)
             yield Metrics(
                 rank=self.place.rank,
                 time=now,
                 name=name,
-                steps=steps.tobytes(),
-                values=values.tobytes(),
-                times=times.tobytes(),
+                steps=array("q", steps).tobytes(),
+                values=array("d", values).tobytes(),
+                times=array("d", times).tobytes(),
             )
 
-    def _step_of(self, named: dict[str, Any]) -> int:
+    def _arrived(self, wait: bool) -> Iterator[tuple[int | None, float, dict[str, float]]]:
+        records = self.records
+        for _ in range(len(records)):  # and not what is logged meanwhile: a tight loop never ends
+            record = records[0]
+            for name, value in record[2].items():
+                if value.__class__ is not float:
+                    if not (wait or value.has_arrived()):
+                        return  # later ones wait too: order is kept
+                    record[2][name] = value.read()
+            yield records.popleft()
+
+    def _step_of(self, named: dict[str, float]) -> int:
+        counts, step = self._counts, self._current_step
         for name in named:
-            count = self._counts[name] = self._counts.get(name, -1) + 1
-            self._current_step = max(self._current_step, count)
-        return self._current_step
+            counts[name] = count = counts.get(name, -1) + 1
+            if count > step:
+                step = count
+        self._current_step = step
+        return step
 
     def _progress(self) -> Iterator[Progress]:
         for depth, loop in enumerate(self.loops[:]):
@@ -381,16 +388,6 @@ def current_session() -> Session | None:
 
 def _place() -> World:
     return _session.place if _session is not None else _nobody.place
-
-
-def _arrive(named: dict[str, Any], wait: bool) -> bool:
-    """Put the number in place of each copy from a GPU; whether all have arrived (`wait`: wait for them)."""
-    for name, value in named.items():
-        if value.__class__ is not float:
-            if not (wait or value.has_arrived()):
-                return False
-            named[name] = value.read()
-    return True
 
 
 def _length(iterable: object) -> int | None:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import inf, isfinite
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T", int, float)
 
@@ -27,8 +26,7 @@ LIMIT = 1_000_000
 """Points kept in memory; beyond it every second point of the older half goes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Consecutive points drawn as one stroke."""
 
     first_step: int
@@ -39,15 +37,10 @@ class Bucket:
     """Greatest finite value; -inf where no value is finite."""
     total: float
     """Sum of the finite values."""
-    count: int
+    num_finite: int
     """Number of finite values."""
-    bad: int
+    num_bad: int
     """Number of values that are nan or infinite."""
-
-    @property
-    def mean(self) -> float | None:
-        """Mean of the finite values; None where there is none."""
-        return self.total / self.count if self.count else None
 
     def merge(self, later: Bucket) -> Bucket:
         """One bucket for both."""
@@ -57,8 +50,8 @@ class Bucket:
             min(self.minimum, later.minimum),
             max(self.maximum, later.maximum),
             self.total + later.total,
-            self.count + later.count,
-            self.bad + later.bad,
+            self.num_finite + later.num_finite,
+            self.num_bad + later.num_bad,
         )
 
 
@@ -83,7 +76,7 @@ class Series:
         self._columns[1].extend(new_values)
         self._columns[2].extend(new_times)
         self.num_points += len(new_values)
-        self._add_to_envelope(new_steps, new_values)
+        self._add_to_envelope(new_steps.tolist(), new_values.tolist())
         if len(self) > LIMIT:
             self._thin()
 
@@ -112,15 +105,15 @@ class Series:
         """The envelope, oldest first; at most `2 * BUCKETS`."""
         return self._buckets[:]
 
-    def _add_to_envelope(self, steps: array[int], values: array[float]) -> None:
-        begin = 0
-        while begin < len(values):
+    def _add_to_envelope(self, steps: list[int], values: list[float]) -> None:
+        begin, num_points = 0, len(values)
+        while begin < num_points:
             if self._fill == self._width or not self._buckets:
                 if len(self._buckets) >= 2 * BUCKETS:
                     self._halve()
                     continue
                 self._fill = 0
-            end = begin + min(self._width - self._fill, len(values) - begin)
+            end = min(begin + self._width - self._fill, num_points)
             bucket = _bucket(steps[begin], steps[end - 1], values[begin:end])
             if self._fill:
                 self._buckets[-1] = self._buckets[-1].merge(bucket)
@@ -146,9 +139,12 @@ class Series:
         self._columns = (thin(steps), thin(values), thin(times))
 
 
-def _bucket(first_step: int, last_step: int, values: array[float]) -> Bucket:
+def _bucket(first_step: int, last_step: int, values: list[float]) -> Bucket:
     # A sum that is finite holds no nan and no infinity: the usual batch is checked in one C call.
-    finite = values if isfinite(sum(values)) else array("d", filter(isfinite, values))
-    if not finite:
-        return Bucket(first_step, last_step, inf, -inf, 0.0, 0, len(values))
-    return Bucket(first_step, last_step, min(finite), max(finite), sum(finite), len(finite), len(values) - len(finite))
+    total, num_points = sum(values), len(values)
+    if not isfinite(total):
+        values = list(filter(isfinite, values))
+        if not values:
+            return Bucket(first_step, last_step, inf, -inf, 0.0, 0, num_points)
+        total = sum(values)
+    return Bucket(first_step, last_step, min(values), max(values), total, len(values), num_points - len(values))

@@ -259,8 +259,8 @@ def test_a_spike_and_a_nan_are_never_lost_from_the_envelope() -> None:
     buckets = state.history["loss"][0].buckets
 
     assert 99.0 == max(bucket.maximum for bucket in buckets)
-    assert 1 == sum(bucket.bad for bucket in buckets)
-    assert 100_000 - 1 == sum(bucket.count for bucket in buckets)
+    assert 1 == sum(bucket.num_bad for bucket in buckets)
+    assert 100_000 - 1 == sum(bucket.num_finite for bucket in buckets)
 
 
 # ---- history

@@ -237,20 +237,20 @@ def _line(rank: int, series: Series, limit: int) -> Line:
         rank,
         tuple(tuple(part) for part in parts if part),
         newest[1] if newest else float("nan"),
-        sum(bucket.bad for bucket in buckets),
+        sum(bucket.num_bad for bucket in buckets),
     )
 
 
 def _stroke(group: list[Bucket]) -> Stroke | None:
     # One plain loop: a view of eight ranks comes here a thousand times a drawing.
     count, total, low, high = 0, 0.0, inf, -inf
-    for bucket in group:
-        count += bucket.count
-        total += bucket.total
-        if bucket.minimum < low:
-            low = bucket.minimum
-        if bucket.maximum > high:
-            high = bucket.maximum
+    for _, _, minimum, maximum, part, num_finite, _ in group:
+        count += num_finite
+        total += part
+        if minimum < low:
+            low = minimum
+        if maximum > high:
+            high = maximum
     if not count:
         return None
     mean = total / count

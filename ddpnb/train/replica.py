@@ -1,0 +1,137 @@
+"""DDP as ddpnb has it: torch's own class, which also knows windows of micro-batches and carries a ballot.
+
+Runs in: worker (and wherever else the function is called)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from .ballot import Ballot, BucketBallot, CollectiveBallot, new_slip, slip_in, trigger_of
+from .compression import check_comm_hook
+
+
+class Turn(Protocol):
+    """Whoever hands out micro-batches, a `Loop` say."""
+
+    is_last: bool
+    """Whether the present micro-batch is its window's last, whose backward is reduced over the ranks."""
+
+
+class Replica(DistributedDataParallel):
+    """One rank's copy of a model. Made by `wrap`.
+
+    Args:
+        module: the model, on `here`.
+        here: its device.
+        comm_hook: that will be registered.
+        options: of `DistributedDataParallel`.
+    """
+
+    def __init__(self, module: nn.Module, here: torch.device, comm_hook: str | None, **options: Any) -> None:
+        check_comm_hook(comm_hook)
+        if here.type == "cuda":
+            options.setdefault("device_ids", [here.index])
+        rides = comm_hook is None and not options.get("find_unused_parameters")
+        trigger = trigger_of(module) if rides else None
+        slip = new_slip(trigger) if trigger is not None else None
+        with slip_in(module, slip):
+            super().__init__(module, **options)
+        self._hidden = (slip,)  # a tuple: of a bare parameter nn.Module would take notice
+        self._turn: weakref.ref[Turn] | None = None
+        self._ballots = [self._first_ballot()]
+
+    @property
+    def ballot(self) -> Ballot:
+        """What counts the numbers of this model's steps."""
+        return self._ballots[-1]
+
+    def follow(self, turn: Turn) -> None:
+        """Reduce gradients only in the last micro-batch of the windows that `turn` hands out, while it exists.
+
+        Held weakly: a loop that is left by a break or an exception is gone, and every backward is reduced again.
+        """
+        self._turn = weakref.ref(turn)
+        if isinstance(self.ballot, CollectiveBallot):
+            self.ballot.is_awaited = False  # own loops have not counted theirs
+
+    def expect_backward(self) -> None:
+        """Have the next backward reduced though no forward has run since the last one."""
+        if not self.ballot.is_awaited:
+            self._pre_forward()  # type: ignore[no-untyped-call]
+            self._post_forward(None)  # type: ignore[no-untyped-call]
+            self._await_backward()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As DDP's; without the reduction before a window's last micro-batch, as under `no_sync()`."""
+        turn = self._turn() if self._turn is not None else None
+        asked = self.require_backward_grad_sync
+        is_reduced = asked and (turn is None or turn.is_last)
+        self.require_backward_grad_sync = is_reduced
+        try:
+            outputs = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            _explain(error, inputs, kwargs)
+            raise
+        finally:
+            self.require_backward_grad_sync = asked
+        if is_reduced and torch.is_grad_enabled():
+            self._await_backward()
+        return outputs
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """As DDP's. What it makes of the buckets nobody knows: the numbers go apart from now on."""
+        super().register_comm_hook(state, hook)
+        self._ballots.append(CollectiveBallot(self.device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As DDP's, for `copy` and `pickle`, without what is of this very model: its hooks, its loop."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        del state["_ballots"]
+        return {**state, "_turn": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As DDP's, with a ballot of its own."""
+        with slip_in(state["_modules"]["module"], *state["_hidden"]):
+            super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._ballots = [self._first_ballot()]
+
+    def _await_backward(self) -> None:
+        for each in self._ballots:
+            each.is_awaited = True
+
+    def _first_ballot(self) -> Ballot:
+        (slip,) = self._hidden
+        trigger = trigger_of(self.module)
+        # Where the model has parameters() of its own making, DDP has not found the slip.
+        if slip is None or trigger is None or not any(each is slip for each in self._module_parameters):
+            return CollectiveBallot(self.device)
+        ballot = BucketBallot(slip, trigger)
+        weakref.finalize(self, ballot.close)
+        return ballot
+
+
+def _explain(error: Exception, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tensors = [each for each in tree_leaves((inputs, kwargs)) if isinstance(each, torch.Tensor) and each.dim()]
+    if tensors and not any(len(value) for value in tensors):
+        error.add_note(_NO_SAMPLES)
+    elif "Expected to have finished reduction" in str(error):
+        error.add_note(_UNUSED)
+
+
+_NO_SAMPLES = (
+    "This rank has no sample in this batch: the last batches of an epoch are dealt out as they are, and a rank may get "
+    "none. Either give all ranks equally many, ddpnb.loader(…, drop_last=True) or (…, pad=True), or let the model take "
+    "a batch of size 0: x.flatten(1) in place of x.view(x.size(0), -1)."
+)
+_UNUSED = (
+    "A parameter that the last loss did not depend on has no gradient, and DDP waits for it: use every parameter, or "
+    "ddpnb.wrap(model, find_unused_parameters=True)."
+)

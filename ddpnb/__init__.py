@@ -35,6 +35,21 @@ if TYPE_CHECKING:
     from .run import Run as Run
     from .run import launch as launch
     from .server import prestart as prestart
+    from .train.accumulation import accumulate as accumulate
+    from .train.batchnorm import SyncBatchNorm as SyncBatchNorm
+    from .train.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
+    from .train.checks import TrainingWarning as TrainingWarning
+    from .train.loading import Loader as Loader
+    from .train.loading import loader as loader
+    from .train.loop import Loop as Loop
+    from .train.reduction import gather as gather
+    from .train.reduction import mean as mean
+    from .train.reduction import total as total
+    from .train.seeding import seed_everything as seed_everything
+    from .train.wrapping import load_state_dict as load_state_dict
+    from .train.wrapping import state_dict as state_dict
+    from .train.wrapping import unwrap as unwrap
+    from .train.wrapping import wrap as wrap
 
 __version__ = "0.1.0"
 
@@ -56,6 +71,29 @@ _HOMES = {
     "notebook.live": ("show",),
     "run": ("Launcher", "Run", "launch"),
     "server": ("prestart",),
+    "train.accumulation": ("accumulate",),
+    "train.batchnorm": (
+        "SyncBatchNorm",
+        "convert_sync_batchnorm",
+    ),
+    "train.checks": ("TrainingWarning",),
+    "train.loading": (
+        "Loader",
+        "loader",
+    ),
+    "train.loop": ("Loop",),
+    "train.reduction": (
+        "gather",
+        "mean",
+        "total",
+    ),
+    "train.seeding": ("seed_everything",),
+    "train.wrapping": (
+        "load_state_dict",
+        "state_dict",
+        "unwrap",
+        "wrap",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

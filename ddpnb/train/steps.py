@@ -1,0 +1,200 @@
+"""From micro-batches to the gradients of one optimizer step, the same as one process has with the joint batch.
+
+Each micro-batch's mean loss counts as much as the samples it was made of; gradients are reduced over the ranks in a
+window's last backward only; and the sum of all weights, which only all ranks together know, rides along (`ballot`).
+
+Runs in: worker (and wherever else the function is called)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
+
+from .ballot import NUM_NUMBERS, Ballot, CollectiveBallot, OwnBallot
+from .batchnorm import SyncBatchNorm
+from .replica import Replica, Turn
+
+_WEIGHT, _SAMPLES, _STOP, _MORE, _SQUARES = range(NUM_NUMBERS)  # what the numbers of a ballot are
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What a window's last backward has brought about, the same on all ranks."""
+
+    scale: float
+    """What the gradients are still to be multiplied by to be those of the mean over all samples; 0 without samples."""
+    norm: float
+    """Norm of all gradients together once they are scaled; nan or inf where one is."""
+    num_samples: int
+    """Samples of the window, on all ranks together."""
+    wants_stop: bool
+    """A rank wants to stop."""
+    has_more: bool
+    """A rank has another window in this epoch."""
+
+
+class Steps:
+    """The backwards of a model, window by window.
+
+    Args:
+        model: wrapped or not.
+        accumulate: micro-batches in a window.
+        batch_size: samples of a full micro-batch, the same on all ranks; losses are divided by what a window weighs.
+
+    Raises:
+        ValueError: the model is wrapped in a way that cannot do it.
+    """
+
+    def __init__(self, model: nn.Module, accumulate: int, batch_size: int) -> None:
+        self._weight = float(accumulate * batch_size)
+        self._model = model
+        self._replica = next((each for each in model.modules() if isinstance(each, Replica)), None)
+        self._sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        self._num_averaged = dist.get_world_size() if self._replica or self._sharded else 1
+        if self._replica is None and any(isinstance(each, DistributedDataParallel) for each in model.modules()):
+            raise ValueError(
+                "the model is wrapped by torch's own DistributedDataParallel, which cannot weigh the ranks' batches: "
+                "use ddpnb.wrap(model, …), a DistributedDataParallel too, with the same options"
+            )
+        if accumulate > 1 and self._replica is not None and self._replica.static_graph:
+            raise ValueError(
+                "static_graph=True takes every backward of the first step for one that is reduced, and fails where "
+                f"gradients are accumulated over {accumulate}: wrap the model without it"
+            )
+        self._ballot = self._make_ballot()
+        self._begin()
+
+    @property
+    def joins_ranks(self) -> bool:
+        """Whether gradients are reduced over several ranks."""
+        return self._num_averaged > 1
+
+    def follow(self, turn: Turn) -> None:
+        """Forwards of the model belong to the micro-batches that `turn` hands out, as long as it exists."""
+        self._begin()
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._replica is not None:
+            self._replica.follow(turn)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: float,
+        num_samples: int,
+        *,
+        is_last: bool,
+        stop: bool = False,
+        more: bool = False,
+    ) -> None:
+        """Add the gradients of one micro-batch.
+
+        Args:
+            loss: mean over what it stands for, times the scaler's scale if there is one.
+            weight: how much that was; 0 for a batch without samples.
+            num_samples: of this rank's micro-batch.
+            is_last: it is the window's last: gradients are reduced.
+            stop, more: what this rank says in the window's ballot.
+        """
+        self._sum_of_weights += weight
+        self._num_samples += num_samples
+        if not is_last:
+            self._run(loss, weight, reduce=False)
+            return
+        own = [self._sum_of_weights / self._weight, self._num_samples, stop, more, 0.0]
+        numbers = torch.tensor(own, dtype=torch.float64)
+        rides = not isinstance(self._ballot, CollectiveBallot)
+        if rides:
+            self._ballot.put(numbers)
+        self._run(loss, weight, reduce=True)
+        if not rides:
+            numbers[_SQUARES] = self._own_squares()
+            self._ballot.put(numbers)
+
+    def pass_over(self, *, is_last: bool, stop: bool = False, more: bool = False) -> None:
+        """Add nothing for one micro-batch, whether its forward has run or not; the other ranks' gradients are reduced.
+
+        Raises:
+            RuntimeError: the model's own collectives need this rank's forward and backward.
+        """
+        if self.joins_ranks and (
+            self._sharded or any(isinstance(each, SyncBatchNorm) for each in self._model.modules())
+        ):
+            raise RuntimeError(
+                "skip() on one rank would leave the others waiting: sharded weights and SyncBatchNorm need every rank "
+                "in each batch; call the model and loop.update(loss, weight=0)"
+            )
+        if is_last:
+            if self._replica is not None:
+                self._replica.expect_backward()
+            nothing = torch.stack([each.reshape(-1)[0] * 0 for each in self._parameters]).sum()
+            self.backward(nothing, 0.0, 0, is_last=True, stop=stop, more=more)
+
+    def gradients(self) -> Gradients:
+        """After a window's last backward: what all ranks have."""
+        grads = self._grads()
+        if self._replica is not None and len(grads) < len(self._parameters):
+            self._refuse_unused(self._replica)
+        weight, num_samples, stop, more, squares = self._ballot.count().tolist()
+        scale = self._num_averaged / weight if weight > 0 else 0.0
+        norm = math.sqrt(squares) if self._sharded else float(get_total_norm(grads))
+        self._begin()
+        return Gradients(scale, norm * scale, round(num_samples), stop > 0, more > 0)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        if factor != 1.0:
+            torch._foreach_mul_(self._grads(), factor)
+
+    def spoil(self) -> None:
+        """Make a gradient infinite, so that a GradScaler finds here what was found elsewhere."""
+        for grad in self._grads()[:1]:
+            grad.fill_(math.inf)
+
+    def _refuse_unused(self, replica: Replica) -> None:
+        """Raise for parameters without gradient, for which DDP would wait at the next forward."""
+        if not replica.find_unused_parameters and not replica.static_graph:
+            names = [
+                name for name, each in replica.module.named_parameters() if each.requires_grad and each.grad is None
+            ]
+            raise RuntimeError(
+                f"the loss does not depend on {', '.join(map(repr, names))}, and DDP waits for every gradient: use it, "
+                "or ddpnb.wrap(model, find_unused_parameters=True)"
+            )
+
+    def _begin(self) -> None:
+        self._sum_of_weights = 0.0
+        self._num_samples = 0
+
+    def _run(self, loss: torch.Tensor, weight: float, *, reduce: bool) -> None:
+        for module in self._sharded:
+            module.set_requires_gradient_sync(reduce, recurse=False)
+        try:
+            (loss * (weight / self._weight)).backward()
+        finally:
+            for module in self._sharded:
+                module.set_requires_gradient_sync(True, recurse=False)
+
+    def _make_ballot(self) -> Ballot:
+        if self._replica is not None:
+            return self._replica.ballot
+        return CollectiveBallot(self._parameters[0].device) if self._sharded else OwnBallot()
+
+    def _grads(self) -> list[torch.Tensor]:
+        return [each.grad for each in self._parameters if each.grad is not None]
+
+    def _own_squares(self) -> float:
+        if not self._sharded:
+            return 0.0
+        own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self._grads()]
+        return float(get_total_norm(own)) ** 2 if own else 0.0

@@ -1,8 +1,8 @@
 """What a training function may ask and say: `rank()`, `device()`, `log()`, `progress()`, `should_stop()` …
 
 A *session* stands behind these functions: in a worker it speaks to the kernel through the rank's own pipe, in place
-(`nproc_per_node=0`) straight to the run's state. Without one, outside of a launched function, they answer as in a
-world of one process.
+(`nproc_per_node=0`) straight to the run's state. Without one, outside of a launched function, they answer from
+torchrun's variables or the user's own process group, else as in a world of one process.
 
 `log()` only appends to a deque. A thread empties it a few times a second: it counts steps, packs columns and sends, so
 that the training step pays microseconds, whatever happens at the other end.
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .agreement import Page
 from .messages import FromWorker, Metrics, Progress, Stopping
-from .world import World
+from .world import World, is_under_torchrun
 
 if TYPE_CHECKING:
     import torch
@@ -82,12 +82,15 @@ def is_rank_zero() -> bool:
 
 
 def device() -> torch.device:
-    """The device this rank computes on: its own GPU where every worker has one, else the CPU."""
+    """The device this rank computes on: its own GPU where every rank of the node has one, else the CPU."""
     import torch
 
     if _session is not None:
         return torch.device(_session.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    place = _place()
+    if torch.cuda.device_count() < place.local_world_size:
+        return torch.device("cpu")
+    return torch.device("cuda", place.local_rank)
 
 
 def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any) -> None:
@@ -387,7 +390,23 @@ def current_session() -> Session | None:
 
 
 def _place() -> World:
-    return _session.place if _session is not None else _nobody.place
+    if _session is not None:
+        return _session.place
+    if is_under_torchrun():
+        return World.from_environment(os.environ)
+    return _place_in_own_group() or _nobody.place
+
+
+def _place_in_own_group() -> World | None:
+    """Where this process stands in a group that the user made without any launcher; None where there is none.
+
+    Torch does not tell who shares a node. LOCAL_RANK and its like do, where they are set; else it is taken for one.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    own = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    return World.from_environment(os.environ | own)
 
 
 def _length(iterable: object) -> int | None:

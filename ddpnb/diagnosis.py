@@ -73,10 +73,10 @@ def doctor(
     workers = make_plan(Options(nproc_per_node=nproc_per_node, threads_per_worker=threads_per_worker), doctor)
     findings = (
         _versions(),
-        _cores(workers.world_size, workers.threads),
+        _cores(workers.local_world_size, workers.threads),
         *_cuda(),
         _shared_memory(),
-        _open_files(workers.world_size),
+        _open_files(workers.local_world_size),
         _server(),
         *_leftovers(reap),
     )

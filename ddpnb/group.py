@@ -1,7 +1,8 @@
 """The process group of a worker, and the private store it is made through.
 
-The kernel binds a socket on loopback and hands it to rank 0, which hosts the store on it: no port is guessed, and none
-listens beyond this machine (torch's own `TCPStore("127.0.0.1", …)` listens on every interface).
+The kernel binds a socket on loopback, or at the address where the nodes meet, and hands it to rank 0, which hosts the
+store on it: no port is guessed, and none listens where it is not needed (torch's own `TCPStore("127.0.0.1", …)` listens
+on every interface).
 
 A function's own `init_process_group`, as in every DDP tutorial, is led to the same store.
 
@@ -61,13 +62,17 @@ class Group:
         if self._store.add(_NUM_CREATED, 1) == self._world.world_size:
             self._store.set(_ALL_CREATED, "")
 
-    def close(self) -> None:
+    def close(self, *, in_peace: bool = True) -> None:
         """Destroy the default group unless the function has done so, and give `init_process_group` back.
 
         A rank whose function returns at once waits here for those that still connect to it: the connection is made
-        from both sides, and one that closes early would fail the other. Where a rank never comes, the kernel ends all.
+        from both sides, and one that closes early would fail the other. Where a rank never comes, the kernel ends all,
+        or torchrun does.
+
+        Args:
+            in_peace: the function has returned. A failed rank waits for nobody.
         """
-        if self._backend is not None:
+        if self._backend is not None and in_peace:
             try:
                 self._store.wait([_ALL_CREATED], self._timeout)
             except RuntimeError:

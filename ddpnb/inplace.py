@@ -1,30 +1,33 @@
-"""A launch without processes: the function runs right here, in the kernel, as the one rank of a world of one.
+"""A launch without processes: the function runs right here, to its end.
 
-For `nproc_per_node=0`: exceptions pass through, `%debug` and breakpoints work, and the function's own DDP finds a
-process group, made of nothing but memory.
+For `nproc_per_node=0` the kernel is the one rank of a world of one: exceptions pass through, `%debug` and breakpoints
+work, and the function's own DDP finds a process group, made of nothing but memory. Under torchrun this process is the
+rank that torchrun has made of it, and the group is made from torchrun's variables.
 
 Runs in: kernel
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 from .context import Session, current_session
-from .launcher import LOOPBACK
 from .messages import Ended, FromLauncher, FromWorker, Phase, Returned, Started
 from .plan import Plan
 from .state import RunState, fold
 from .worker import raised, torch_device
-from .world import World
+from .world import LOOPBACK, World
 
 
 def run(
     plan: Plan,
+    place: World | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -32,6 +35,15 @@ def run(
     on_change: Callable[[RunState], None],
 ) -> Any:
     """Call the function to its end; returns its value as it is.
+
+    Args:
+        plan: what to do.
+        place: where torchrun has put this process; None: it is the one rank of a world of one.
+        function: what is called with `args` and `kwargs`.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        state: the state to begin from.
+        on_change: called with each new state.
 
     Raises:
         RuntimeError: a function launched in place launches in place.
@@ -47,28 +59,32 @@ def run(
         on_change(state)
 
     now = time.monotonic
+    world = place or World()
+    rank, device = world.rank, plan.devices[world.local_rank]
     with ExitStack() as until_reported:
         try:
             until_reported.callback(lambda: tell(Ended(time=now(), problem=None)))
-            until_reported.enter_context(Session(World(), plan.devices[0], tell, None))
-            until_reported.enter_context(_environment(plan))
-            tell(Started(rank=0, time=now(), pid=os.getpid(), device=plan.devices[0]))
-            until_reported.enter_context(_group(plan))
-            tell(Phase(rank=0, time=now(), phase="running"))
+            until_reported.enter_context(Session(world, device, tell, None))
+            until_reported.enter_context(_environment(plan, place))
+            tell(Started(rank=rank, time=now(), pid=os.getpid(), device=device))
+            until_reported.enter_context(_group(plan, device, place))
+            tell(Phase(rank=rank, time=now(), phase="running"))
             value = function(*args, **kwargs)
         except BaseException as error:
-            tell(raised(error, 0, "running"))
+            tell(raised(error, rank, "running"))
             raise
         # Nobody unpacks it: the value itself is at hand.
-        tell(Returned(rank=0, time=now(), value=b""))
+        tell(Returned(rank=rank, time=now(), value=b""))
         return value
 
 
 @contextmanager
-def _environment(plan: Plan) -> Iterator[None]:
+def _environment(plan: Plan, place: World | None) -> Iterator[None]:
     before = dict(os.environ)
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
-    os.environ.update(World().environment() | {"GLOO_SOCKET_IFNAME": interface} | dict(plan.env))
+    if place is None:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
+        os.environ.update(World().environment() | {"GLOO_SOCKET_IFNAME": interface})
+    os.environ.update(plan.env)
     try:
         yield
     finally:
@@ -77,18 +93,41 @@ def _environment(plan: Plan) -> Iterator[None]:
 
 
 @contextmanager
-def _group(plan: Plan) -> Iterator[None]:
+def _group(plan: Plan, device: str, place: World | None) -> Iterator[None]:
+    import torch
     import torch.distributed as dist
 
     from .group import Group
 
-    if dist.is_initialized():  # the notebook's own group of one: the function may use it
+    if place is not None:
+        torch.set_num_threads(plan.threads)
+        if device.startswith("cuda"):
+            torch.cuda.set_device(torch_device(device))
+    if dist.is_initialized():  # the notebook's or the script's own group: the function may use it
         yield
         return
-    group = Group(World(), dist.HashStore(), plan.timeout)  # type: ignore[attr-defined]
+    group = Group(place or World(), _store(plan, place), plan.timeout)
     try:
         if plan.backend is not None:
-            group.create(plan.backend, torch_device(plan.devices[0]))
+            group.create(plan.backend, torch_device(device))
         yield
-    finally:
-        group.close()
+    except BaseException:
+        group.close(in_peace=False)
+        raise
+    group.close()
+
+
+def _store(plan: Plan, place: World | None) -> Any:
+    """What the ranks meet at: memory where there is one, else the store at torchrun's address."""
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    if place is None:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=plan.timeout)
+    store, *_ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+    # The store outlives the launch, and the next one must not meet its keys: all ranks launch equally often.
+    return dist.PrefixStore(f"launch/{next(_num_launches)}", store)  # type: ignore[attr-defined]
+
+
+_num_launches = itertools.count()

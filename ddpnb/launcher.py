@@ -2,7 +2,8 @@
 
 One thread per run tells that story, in `_Supervisor.run`. It creates the workers and outlives them (Linux takes a
 creating *thread's* end for the parent's), drains every rank's pipes without ever waiting for one, folds what it hears,
-and decides nothing by the order in which processes happen to exit: `state.py` does.
+and decides nothing by the order in which processes happen to exit: `state.py` does. On several nodes each kernel has
+such a thread, and they hear of each other through `nodes.py`.
 
 Runs in: kernel
 """
@@ -23,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,15 +34,16 @@ from typing import Literal
 from . import runtime, server, worker
 from .agreement import Page
 from .channel import Inbox, OutputReader, pipe
+from .errors import LaunchError
 from .messages import AnyMessage, Asked, Ended, Exited, Noted, Output, Stack
+from .nodes import WORD_OF_PEERS, Nodes
 from .payload import Parcel
 from .plan import Plan, StartMethod
+from .report import headline
 from .state import RankState, RunState, fold, settles_at
-from .world import World
+from .world import LOOPBACK, World
 
 Method = Literal["stop", "kill"]
-
-LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 NEVER_ASKED_GRACE = 0.2
 """Seconds that a rank which never asked `should_stop()` has before SIGTERM."""
@@ -69,19 +72,23 @@ class Supervisor:
         parcel: the packed call.
         state: the state to begin from.
         on_change: called in the supervisor's thread with each new state; must be quick and must not raise.
+
+    Raises:
+        LaunchError: this is node 0, and it cannot listen at the address where the nodes are to meet.
     """
 
     def __init__(self, plan: Plan, parcel: Parcel, state: RunState, on_change: Callable[[RunState], None]) -> None:
         self.state = state
         self._plan = plan
+        self._selector = selectors.DefaultSelector()
+        self._nodes = None if plan.master_addr is None else Nodes(plan, self._selector, self._tell, self.ask)
         # Written before `launch` returns: the buffers are the caller's, who may change them in the next line.
         self._payload = parcel.to_file()
         self._on_change = on_change
         self._workers: list[_Worker] = []
-        self._page = Page.create(plan.world_size)
+        self._page = Page.create(plan.local_world_size)
         self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=runtime.folder()))
         self._wakeup = _Wakeup()
-        self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._wakeup.clear)
         self._muted: list[_Worker] = []  # ranks that flood: their output is left alone for a tick
         self._requests: list[Method | Literal["stacks"]] = []
@@ -113,13 +120,17 @@ class Supervisor:
         try:
             self._start_workers()
             self._decide()
-            while any(each.is_alive for each in self._workers):
+            while any(each.is_alive for each in self._workers) or self._waits_for_nodes(time.monotonic()):
                 self._hear()
                 self._decide()
+        except LaunchError as error:
+            self._problem = str(error)
         except Exception as error:
             self._problem = f"{type(error).__name__}: {error}"
         finally:
             self._end_workers()
+            if self._nodes is not None:
+                self._nodes.leave(self._problem)
             self._selector.close()
             self._page.close()
             self._wakeup.close()
@@ -129,17 +140,51 @@ class Supervisor:
 
     def _start_workers(self) -> None:
         plan = self._plan
-        listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, plan.world_size))
-        try:
+        with ExitStack() as until_started:
+            until_started.callback(os.close, self._payload)
+            listener = self._listener()
+            if listener is not None:
+                # Rank 0 has its own descriptor; a peer's connection waits in the backlog until it serves.
+                until_started.callback(listener.close)
             if plan.start_method == "forkserver":
                 self._await_server()
-            for rank in range(plan.world_size):
-                if "stop" in self._requests or "kill" in self._requests:
+            first = self._first_place(listener)
+            for local_rank in range(plan.local_world_size):
+                if first is None or self._is_to_end():
                     break  # interrupted before all were there: the others need not come
-                self._add(self._start_worker(rank, listener))
-        finally:
-            os.close(self._payload)
-            listener.close()  # rank 0 has its own descriptor; a peer's connection waits in the backlog until it serves
+                world = replace(first, rank=first.rank + local_rank, local_rank=local_rank)
+                self._add(self._start_worker(world, listener))
+
+    def _is_to_end(self) -> bool:
+        return "stop" in self._requests or "kill" in self._requests
+
+    def _listener(self) -> socket.socket | None:
+        """The socket of rank 0's store: a private one, or the one where the nodes meet; None where rank 0 is not."""
+        if self._nodes is not None:
+            return self._nodes.listener
+        return socket.create_server(("127.0.0.1", 0), backlog=max(128, self._plan.local_world_size))
+
+    def _first_place(self, listener: socket.socket | None) -> World | None:
+        """Where this node's first rank stands, once all nodes have come; None where the run is to end before."""
+        plan = self._plan
+        if self._nodes is None:
+            assert listener is not None
+            here = plan.local_world_size
+            return World(world_size=here, local_world_size=here, master_port=listener.getsockname()[1])
+        met = self._nodes.meet(self._is_to_end)
+        if met is None:
+            return None
+        self._tell(met)
+        assert plan.master_addr is not None
+        return World(
+            rank=met.first_rank,
+            world_size=met.world_size,
+            local_world_size=plan.local_world_size,
+            node_rank=plan.node_rank,
+            nnodes=plan.nnodes,
+            master_addr=plan.master_addr,
+            master_port=plan.master_port,
+        )
 
     def _await_server(self) -> None:
         note = server.ensure(self._plan.env)
@@ -153,16 +198,10 @@ class Supervisor:
                 text = "the worker server could not load ddpnb: workers import for themselves, which takes seconds"
                 self._tell(Noted(time=time.monotonic(), text=text))
 
-    def _start_worker(self, rank: int, listener: socket.socket) -> _Worker:
+    def _start_worker(self, world: World, listener: socket.socket | None) -> _Worker:
         """Start one worker; it gets its own pipes only, so that a rank that dies closes them."""
         plan = self._plan
-        world = World(
-            rank=rank,
-            local_rank=rank,
-            world_size=plan.world_size,
-            local_world_size=plan.world_size,
-            master_port=listener.getsockname()[1],
-        )
+        interface = LOOPBACK if self._nodes is None else self._nodes.interface()
         with _Pipes() as pipes:
             descriptors = worker.Descriptors(
                 payload=self._payload,
@@ -171,21 +210,21 @@ class Supervisor:
                 output=pipes.output[1],
                 stacks=pipes.stacks[1],
                 lifeline=pipes.lifeline[0],
-                listener=listener.fileno() if rank == 0 else None,
+                listener=listener.fileno() if listener is not None and world.rank == 0 else None,
             )
             seat = worker.Seat(
                 world=world,
-                device=plan.devices[rank],
+                device=plan.devices[world.local_rank],
                 backend=plan.backend,
                 timeout=plan.timeout,
                 threads=plan.threads,
-                environment=_private_interfaces() | dict(os.environ) | dict(plan.env),
+                environment=_interfaces(interface) | dict(os.environ) | dict(plan.env),
                 folder=str(self._folder),
                 kernel_pid=os.getpid(),
                 descriptors=descriptors,
             )
             process = _start_process(seat, plan)
-        return _Worker(rank, process, _sentinel(process, plan.start_method), pipes)
+        return _Worker(world, process, _sentinel(process, plan.start_method), pipes)
 
     def _add(self, each: _Worker) -> None:
         self._workers.append(each)
@@ -243,7 +282,7 @@ class Supervisor:
         each.is_alive = False
         each.signal(signal.SIGKILL)
         self._tell(*self._last_words(each))
-        memory = self._page.memory(each.rank)
+        memory = self._page.memory(each.local_rank)
         oom_kills = _difference(_num_oom_kills(), self._oom_kills)
         self._tell(
             Exited(
@@ -279,8 +318,10 @@ class Supervisor:
     def _decide(self) -> None:
         now = time.monotonic()
         self._take_requests(now)
+        self._tell_nodes(now)
         living = [each for each in self._workers if each.is_alive]
-        if self.state.asked == "kill" or all(self._of(each).has_reported for each in living):
+        has_ended = all(self._of(each).has_reported for each in living) and not self._waits_for_nodes(now)
+        if self.state.asked == "kill" or has_ended:
             # Nobody has more to say: those who returned or raised wait for this.
             self._signal(living, signal.SIGKILL)
         elif self.state.asked == "stop":
@@ -294,6 +335,8 @@ class Supervisor:
             if how == "stacks":
                 self._ask_stacks()
                 continue
+            if self._nodes is not None and (self.state.asked is None or how == "kill" != self.state.asked):
+                self._nodes.ask(how)
             self._tell(Asked(time=now, how=how))
             if how == "stop" and self._stop_asked is None:
                 self._stop_asked = now
@@ -315,18 +358,35 @@ class Supervisor:
         """Seconds that this rank has from the asking until SIGTERM."""
         if self._of(each).stopping:
             return self._plan.stop_timeout
-        if not self._page.num_checks(each.rank):
+        if not self._page.num_checks(each.local_rank):
             return NEVER_ASKED_GRACE
         least, most = SILENT_GRACE
-        return min(most, max(least, 3 * (self._page.check_interval(each.rank) or 0.0)))
+        return min(most, max(least, 3 * (self._page.check_interval(each.local_rank) or 0.0)))
 
     def _settle_failure(self, living: list[_Worker], now: float) -> None:
         settles = settles_at(self.state)
         if not self._has_asked_stacks:
             self._has_asked_stacks = True
             self._ask_stacks()
-        if settles is not None and now >= settles:
+        if settles is not None and now >= settles and not self._waits_for_nodes(now):
             self._signal(living, signal.SIGKILL)
+
+    def _tell_nodes(self, now: float) -> None:
+        """Let the other nodes know of a failure here, once it has settled whose it is."""
+        settles = settles_at(self.state)
+        if self._nodes is not None and self.state.first_failure and settles is not None and now >= settles:
+            self._nodes.report(self.state.first_failure, headline(self.state))
+
+    def _waits_for_nodes(self, now: float) -> bool:
+        """Whether this node, which is done otherwise, is still needed on others, or has to hear from them."""
+        if self._nodes is None or not self._workers or self.state.asked == "kill":
+            return False
+        failure = self.state.first_failure
+        if failure is not None:
+            # The cause of an echo that nobody here is to blame for is on another node, which says so or is gone.
+            return failure.is_echo and not self._nodes.have_spoken and now < failure.time + WORD_OF_PEERS
+        is_pressing = self._stop_asked is not None and now > self._stop_asked + self._plan.stop_timeout
+        return self._plan.node_rank == 0 and not self._nodes.have_ended and not is_pressing  # rank 0 has the store
 
     def _ask_stacks(self) -> None:
         for each in self._workers:
@@ -393,9 +453,10 @@ class _Pipes:
 class _Worker:
     """A worker's process and the kernel's ends of its pipes."""
 
-    def __init__(self, rank: int, process: BaseProcess, sentinel: int, pipes: _Pipes) -> None:
+    def __init__(self, world: World, process: BaseProcess, sentinel: int, pipes: _Pipes) -> None:
         assert process.pid is not None
-        self.rank = rank
+        self.rank = world.rank
+        self.local_rank = world.local_rank
         self.process = process
         self.pid = process.pid
         self.sentinel = sentinel
@@ -453,9 +514,9 @@ def _start_process(seat: worker.Seat, plan: Plan) -> BaseProcess:
     return process
 
 
-def _private_interfaces() -> dict[str, str]:
-    """Keep gloo and NCCL on this machine, unless the user has chosen an interface."""
-    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)
+def _interfaces(name: str | None) -> dict[str, str]:
+    """Keep gloo and NCCL on this machine, or among the nodes, unless the user has chosen an interface."""
+    return {} if name is None else dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name)
 
 
 def _catches(pid: int, number: Signals) -> bool:

@@ -151,6 +151,30 @@ class Stack(RankMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Met(Message):
+    """The nodes have met, and how many ranks each has is known. Comes before any word of a worker."""
+
+    first_rank: int
+    """Global rank of this node's first."""
+    num_ranks: int
+    """Of this node."""
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost(Message):
+    """Another node has failed, as it says itself, or has gone without a word. `time` is that of the arrival here."""
+
+    node_rank: int
+    rank: int
+    """Global rank that is to blame there; the node's first where it could not say."""
+    text: str
+    """What happened there, in a line."""
+    is_echo: bool
+    """It blames its peers: the cause may be here, or on a third node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Asked(Message):
     """The kernel has asked the workers to end."""
 
@@ -173,5 +197,5 @@ class Ended(Message):
 
 
 FromWorker = Started | Phase | Metrics | Progress | Stopping | Returned | Raised
-FromLauncher = Output | Exited | Stack | Asked | Noted | Ended
+FromLauncher = Output | Exited | Stack | Met | Lost | Asked | Noted | Ended
 AnyMessage = FromWorker | FromLauncher

@@ -13,17 +13,23 @@ import inspect
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from .world import World
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
 
 BACKENDS = ("gloo", "nccl")
 _MOST_AUTO_WORKERS = 4
-_LATER = ("run_dir", "resume", "nnodes", "node_rank", "master_addr", "master_port")
+_LAST_PORT = 65535
+_LATER = ("run_dir", "resume")
 """Options that are not built yet."""
+_OF_PROCESSES = ("start_method", "stop_timeout")
+"""Options that mean nothing where the function runs in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +61,12 @@ class Plan:
     """What one launch is to do. All choices are made: nothing here says "auto"."""
 
     name: str
-    world_size: int
+    local_world_size: int
+    """Number of ranks on this node."""
     start_method: StartMethod
     backend: str | None
     devices: tuple[str, ...]
-    """`str(torch.device)` of each rank."""
+    """`str(torch.device)` of each of this node's ranks."""
     timeout: float
     """Seconds that a collective may take."""
     stop_timeout: float
@@ -67,6 +74,11 @@ class Plan:
     threads: int
     """Intra-op threads of each worker."""
     env: Mapping[str, str]
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    """Where the nodes meet; None for one node that nobody else is to reach."""
+    master_port: int = 0
 
 
 # ---- what may be asked for
@@ -84,6 +96,7 @@ def _check_options(options: Options) -> None:
         _check_integer("threads_per_worker", options.threads_per_worker, 1, "a number of threads, or None")
     for name in ("timeout", "stop_timeout"):
         _check_seconds(name, getattr(options, name))
+    _check_nodes(options, defaults)
     _check_choice("backend", options.backend, (*BACKENDS, "auto", None))
     _check_choice("start_method", options.start_method, (*get_args(StartMethod), "auto"))
     _check_choice("view", options.view, (None, True, False))
@@ -94,6 +107,30 @@ def _check_options(options: Options) -> None:
             raise ValueError(f"env={{{name!r}: {value!r}}} cannot be an environment variable")
     if options.name is not None and not isinstance(options.name, str):
         raise TypeError(f"name={options.name!r} is not a str")
+
+
+def _check_nodes(options: Options, defaults: Mapping[str, Any]) -> None:
+    _check_integer("nnodes", options.nnodes, 1, "the number of nodes")
+    _check_integer("node_rank", options.node_rank, 0, "this node's number, 0 … nnodes - 1")
+    _check_integer("master_port", options.master_port, 1, "the port of node 0 where the nodes meet, 1 … 65535")
+    if options.master_port > _LAST_PORT:
+        raise ValueError(f"master_port={options.master_port} is above {_LAST_PORT}, the last port there is")
+    if options.node_rank >= options.nnodes:
+        raise ValueError(
+            f"node_rank={options.node_rank} with nnodes={options.nnodes}: nodes are counted 0 … {options.nnodes - 1}"
+        )
+    if options.master_addr is not None and not isinstance(options.master_addr, str):
+        raise TypeError(f"master_addr={options.master_addr!r} is not a str: it is an address of node 0")
+    if options.nnodes > 1 and not options.master_addr:
+        raise ValueError(
+            f"nnodes={options.nnodes} needs master_addr, an address of node 0 that every node reaches, the same on each"
+        )
+    if options.nnodes > 1 and options.nproc_per_node == 0:
+        raise ValueError(
+            "nproc_per_node=0 calls the function in the kernel alone; with nnodes > 1 each node has workers"
+        )
+    if options.master_addr is None and options.master_port != defaults["master_port"]:
+        raise ValueError(f"master_port={options.master_port} is a port of master_addr: pass that as well")
 
 
 def _check_integer(name: str, value: object, least: int, meaning: str) -> None:
@@ -208,22 +245,58 @@ def make_plan(options: Options, function: Callable[..., Any]) -> Plan:
     if backend == "auto":
         backend = "nccl" if each_has_gpu else "gloo"
     start_method = _start_method(options.start_method)
-    world_size = max(workers, 1)
-    threads = options.threads_per_worker or max(1, cores // world_size)
+    local_world_size = max(workers, 1)
+    threads = options.threads_per_worker or max(1, cores // local_world_size)
     if start_method == "fork" and workers:
         _refuse_fork_after_cuda()
         threads = 1  # the kernel's OpenMP pool does not survive a fork: a worker that used it would wait for ever
     return Plan(
         name=options.name or _name(function),
-        world_size=world_size,
+        local_world_size=local_world_size,
         start_method=start_method,
         backend=backend,
-        devices=tuple(f"cuda:{rank}" if each_has_gpu else "cpu" for rank in range(world_size)),
+        devices=tuple(f"cuda:{rank}" if each_has_gpu else "cpu" for rank in range(local_world_size)),
         timeout=float(options.timeout),
         stop_timeout=float(options.stop_timeout),
         threads=threads,
         env=dict(options.env or {}),
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
     )
+
+
+def settled_by_torchrun(options: Options, place: World) -> Options:
+    """The options with what torchrun has settled in place of what was asked for. Rank 0 warns where the two differ.
+
+    Threads are left as torchrun has set them, unless they were asked for.
+    """
+    as_it_is = {
+        "nproc_per_node": place.local_world_size,
+        "nnodes": place.nnodes,
+        "node_rank": place.node_rank,
+        "master_addr": place.master_addr,
+        "master_port": place.master_port,
+    }
+    defaults: dict[str, Any] = {option.name: option.default for option in fields(Options)}
+    settled = {name: defaults[name] for name in (*as_it_is, *_OF_PROCESSES)}
+    asked = {name: getattr(options, name) for name in settled}
+    ignored = [f"{name}={asked[name]!r}" for name in settled if asked[name] not in (defaults[name], as_it_is.get(name))]
+    if ignored and place.rank == 0:
+        text = f"torchrun has started this process; without effect in launch: {', '.join(ignored)}"
+        warnings.warn(text, stacklevel=4)
+    settled |= {
+        "nproc_per_node": place.local_world_size,
+        "threads_per_worker": options.threads_per_worker or _num_threads(),
+    }
+    return replace(options, **settled)
+
+
+def _num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
 
 
 def _start_method(chosen: StartMethod | Literal["auto"]) -> StartMethod:

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .messages import Exited, Raised
+from .messages import Exited, Lost, Raised
 from .state import Failure, RankState, RunState
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,)? in (?P<name>.+)$', re.MULTILINE)
@@ -60,6 +60,8 @@ def headline(state: RunState) -> str:
             return f"rank {raised.rank} raised {raised.type_name}{where}" + (f": {said}" if said else "")
         case Exited() as exited:
             return f"rank {exited.rank} {_death(exited)}"
+        case Lost() as lost:
+            return f"failed on node {lost.node_rank}: {lost.text}"
 
 
 _PHASES = {
@@ -79,6 +81,8 @@ def _details(state: RunState, failure: Failure) -> str:
             stack = f"\n\nIt stood at:\n{stood}" if stood else ""
             last = f"\n\nIts last output:\n{with_cells(said, state.cells)}" if lines else ""
             return _explain(exited) + stack + last
+        case Lost():
+            return "The run on that node has the whole report."
 
 
 def _last_words(rank: RankState) -> tuple[list[str], str]:

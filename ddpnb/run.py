@@ -23,11 +23,12 @@ from .draw import text
 from .errors import LaunchError, RunKilled, RunStopped, WorkerError, worker_error
 from .history import History
 from .launcher import Supervisor
-from .messages import Raised
-from .plan import Options, Plan, StartMethod, check_call, make_plan, refuse_collisions
+from .messages import Lost, Raised
+from .plan import Options, Plan, StartMethod, check_call, make_plan, refuse_collisions, settled_by_torchrun
 from .report import report, stack_text
 from .state import RunState, new_state
 from .texts import Text, Texts
+from .world import World, is_under_torchrun, is_worker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,6 +79,9 @@ def launch(
     `ddpnb.device()`, `ddpnb.log()` … work in it. Each rank's random numbers are its own, and others in each run: seed
     them in the function for a run that can be repeated.
 
+    Under torchrun the same script runs unchanged: no process is started, the function runs in this one, as the rank
+    that torchrun has made of it, to its end; exceptions pass through, and `result()` is this rank's own value.
+
     Args:
         function: what every rank calls.
         args: its positional arguments.
@@ -89,18 +93,25 @@ def launch(
         run_dir: a folder for the run's checkpoints; comes with a later version.
         resume: from a checkpoint; comes with a later version.
         view: the live view under the cell. None: if a front end may be there. True: in any case. False: none.
-        timeout: seconds that a collective may take before it raises.
+        timeout: seconds that a collective may take before it raises, and that the nodes have to come.
         stop_timeout: seconds that ranks which have been told to stop may take to finish their step and return.
         threads_per_worker: intra-op threads of each worker. None: the cores divided by the workers, at least 1.
         env: environment variables for the workers.
         name: what the run is called. None: the function's name.
-        nnodes, node_rank, master_addr, master_port: several nodes; come with a later version.
+        nnodes: number of nodes. More than one: the same launch is made on every node, each with a node_rank of its own,
+            and each run has its own node's ranks. Ranks are counted through all nodes; each may have another number of
+            workers. A stop on one node ends the run on all, and a failure is told on all.
+        node_rank: this node's number, 0 … nnodes - 1.
+        master_addr: an address of node 0 that every node reaches. Traffic goes over its interface. None, for one node:
+            nobody from outside reaches the run.
+        master_port: the port at master_addr where the nodes meet, and where rank 0's store listens afterwards.
         kwargs: the function's keyword arguments.
 
     Raises:
         TypeError: an option or argument of the wrong type, or arguments that do not fit the function.
         ValueError: an option with a value that cannot be.
         UnpicklableError: the function, or something it needs, cannot travel to the workers.
+        LaunchError: node 0 cannot listen at master_addr:master_port.
 
     Source: the words are torchrun's and `torch.multiprocessing.start_processes`'s.
     """
@@ -122,20 +133,22 @@ class Launcher(Options):
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """Start `function(*args, **kwargs)` on workers; as `launch`."""
         __tracebackhide__ = True
-        if os.environ.get("TORCHELASTIC_RUN_ID") == "ddpnb":
+        if is_worker():
             raise RuntimeError("this is a ddpnb worker: it cannot launch workers of its own")
         check_call(function, args, kwargs)
+        if is_under_torchrun():
+            place = World.from_environment(os.environ)
+            return self._call_in_place(
+                make_plan(settled_by_torchrun(self, place), function), place, function, args, kwargs
+            )
         plan = make_plan(self, function)
         if self.nproc_per_node == 0:
-            run = Run(new_state(plan.name, 1, backend=plan.backend, started=time.monotonic()))
-            for attach in on_launch:
-                attach(run, self.view)
-            run._call_in_place(plan, function, args, kwargs)
-            return run
+            return self._call_in_place(plan, None, function, args, kwargs)
         parcel = payload.pack_call(function, args, kwargs)
-        state = new_state(
-            plan.name, plan.world_size, backend=plan.backend, started=time.monotonic(), cells=parcel.cells
-        )
+        here, nnodes, now = plan.local_world_size, plan.nnodes, time.monotonic()
+        # As if all nodes had as many ranks as this one: when they have met it is known.
+        ranks = range(plan.node_rank * here, (plan.node_rank + 1) * here)
+        state = new_state(plan.name, nnodes * here, backend=plan.backend, started=now, cells=parcel.cells, here=ranks)
         run = Run(state)
         run._supervisor = Supervisor(plan, parcel, state, run._changed)
         for attach in on_launch:
@@ -145,6 +158,20 @@ class Launcher(Options):
         except BaseException:
             run.kill()  # an interrupt that comes right here leaves nobody who could
             raise
+        return run
+
+    def _call_in_place(
+        self, plan: Plan, place: World | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Run:
+        """Call the function in this process, to its end: alone (`place` is None), or as the rank that torchrun made."""
+        __tracebackhide__ = True
+        rank, world_size = (place.rank, place.world_size) if place else (0, 1)
+        now = time.monotonic()
+        state = new_state(plan.name, world_size, backend=plan.backend, started=now, here=range(rank, rank + 1))
+        run = Run(state)
+        for attach in on_launch:
+            attach(run, self.view if rank == 0 else False)  # one text for all ranks' terminal
+        run._call_in_place(plan, place, function, args, kwargs)
         return run
 
 
@@ -274,7 +301,7 @@ class Run:
         return ended
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait, and return what rank 0 returned.
+        """Wait, and return what rank 0 returned; on another node its first rank, under torchrun this process.
 
         Args:
             timeout: seconds to wait at most; None: no limit.
@@ -289,10 +316,10 @@ class Run:
         error = self.exception(timeout)
         if error is not None:
             raise error
-        return self._value(0)
+        return self._value(self._state.ranks[0].rank)
 
     def results(self, timeout: float | None = None) -> dict[int, Any]:
-        """Wait, and return what each rank returned, {rank: value}. Raises as `result`."""
+        """Wait, and return what each rank of this node returned, {rank: value}. Raises as `result`."""
         __tracebackhide__ = True
         error = self.exception(timeout)
         if error is not None:
@@ -392,10 +419,12 @@ class Run:
         if self._supervisor is not None and not self.done():
             self._supervisor.ask(how)
 
-    def _call_in_place(self, plan: Plan, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def _call_in_place(
+        self, plan: Plan, place: World | None, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
         __tracebackhide__ = True
         try:
-            self._value_in_place = inplace.run(plan, function, args, kwargs, self._state, self._changed)
+            self._value_in_place = inplace.run(plan, place, function, args, kwargs, self._state, self._changed)
         finally:
             self._finish()
 
@@ -469,8 +498,10 @@ class Run:
         return self._values[rank]
 
     def _check_rank(self, rank: int) -> int:
-        if not 0 <= rank < self.world_size:
-            raise IndexError(f"there is no rank {rank}; ranks are 0 … {self.world_size - 1}")
+        here = [each.rank for each in self._state.ranks]
+        if rank not in here:
+            where = "" if len(here) == self.world_size else " here"
+            raise IndexError(f"there is no rank {rank}{where}; ranks{where} are {here[0]} … {here[-1]}")
         return rank
 
 
@@ -488,7 +519,7 @@ def _worker_error(state: RunState) -> WorkerError:
             cause = payload.unpack(failure.witness.exception)
         except Exception:
             cause = None  # its class needs what only the worker has: the report has its text
-    exited = state.rank(failure.rank).exited
+    exited = None if isinstance(failure.witness, Lost) else state.rank(failure.rank).exited
     exitcode = exited.exitcode if exited is not None and not exited.ended_by_us else None
     return worker_error(report(state), rank=failure.rank, exitcode=exitcode, cause=cause)
 

@@ -19,6 +19,8 @@ from .messages import (
     Asked,
     Ended,
     Exited,
+    Lost,
+    Met,
     Metrics,
     Noted,
     Output,
@@ -136,6 +138,8 @@ class RunState:
     """Monotonic time at which nothing was left; None while something is."""
     asked: Literal["stop", "kill"] | None = None
     """What the kernel has asked of the workers."""
+    lost: tuple[Lost, ...] = ()
+    """Other nodes that have failed or gone."""
     notes: tuple[str, ...] = ()
     problem: str | None = None
     """Why the run could not be launched or followed."""
@@ -162,9 +166,9 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a rank failed: by an exception, or by a death without a word."""
+    """How a rank failed: by an exception, by a death without a word, or on another node, which told."""
 
-    witness: Raised | Exited
+    witness: Raised | Exited | Lost
     is_echo: bool
     """Another rank's failure may have brought it about."""
 
@@ -185,10 +189,20 @@ class Failure:
 
 
 def new_state(
-    name: str, world_size: int, *, backend: str | None, started: float, cells: Mapping[str, str] | None = None
+    name: str,
+    world_size: int,
+    *,
+    backend: str | None,
+    started: float,
+    cells: Mapping[str, str] | None = None,
+    here: range | None = None,
 ) -> RunState:
-    """The state before any message."""
-    ranks = tuple(RankState(rank=rank) for rank in range(world_size))
+    """The state before any message.
+
+    Args:
+        here: global ranks of this node; None: all are.
+    """
+    ranks = tuple(RankState(rank=rank) for rank in here or range(world_size))
     return RunState(name=name, world_size=world_size, backend=backend, ranks=ranks, started=started, cells=cells or {})
 
 
@@ -220,6 +234,11 @@ def fold(state: RunState, message: AnyMessage) -> RunState:
             return _blamed(_with_rank(state, message, exited=message))
         case Stack():
             return _with_rank(state, message, stack=message.text)
+        case Met():
+            here = range(message.first_rank, message.first_rank + message.num_ranks)
+            return replace(state, world_size=message.world_size, ranks=tuple(RankState(rank=rank) for rank in here))
+        case Lost():
+            return _blamed(replace(state, lost=(*state.lost, message)))
         case Asked():
             # A kill outranks the stop before it.
             return replace(state, asked="kill" if state.asked == "kill" else message.how)
@@ -234,7 +253,8 @@ def fold(state: RunState, message: AnyMessage) -> RunState:
 def failures(state: RunState) -> list[Failure]:
     """All failures known, the one to blame first.
 
-    A failure is a *cause* or an *echo*. The earliest cause is blamed: an exception, or a death without a word.
+    A failure is a *cause* or an *echo*. The earliest cause is blamed: an exception, a death without a word, or a loss
+    of another node.
     Without one a SIGABRT, since NCCL's watchdog aborts the healthy ranks after a peer's failure; then the earliest
     echo.
     """
@@ -244,6 +264,7 @@ def failures(state: RunState) -> list[Failure]:
             found.append(Failure(rank.raised, rank.raised.is_echo))
         elif rank.exited and not rank.returned and not rank.exited.ended_by_us:
             found.append(Failure(rank.exited, rank.exited.exitcode == _SIGABRT))
+    found += [Failure(lost, lost.is_echo) for lost in state.lost]
     return sorted(found, key=_innocence)
 
 

@@ -8,8 +8,18 @@ Runs in: both
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+"""Name of the interface that leads nowhere but to this machine."""
+
+_RUN_ID = "ddpnb"
+"""What a worker of ours finds in TORCHELASTIC_RUN_ID; torchrun's workers find another word there."""
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +62,7 @@ class World:
             "MASTER_PORT": str(self.master_port),
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_RUN_ID": "ddpnb",
+            "TORCHELASTIC_RUN_ID": _RUN_ID,
             # The store at MASTER_PORT is up already: a function's own env:// rendezvous joins it and opens no port.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
@@ -60,14 +70,56 @@ class World:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> World:
         """Read torchrun's variables; what is missing is as in a world of one process."""
-        rank, world_size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+
+        def number(name: str, default: int) -> int:
+            try:
+                return int(environment.get(name, default))
+            except ValueError:
+                raise ValueError(f"{name}={environment[name]!r} in the environment is no number") from None
+
+        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
         return cls(
             rank=rank,
-            local_rank=int(environment.get("LOCAL_RANK", rank)),
+            local_rank=number("LOCAL_RANK", rank),
             world_size=world_size,
-            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
-            node_rank=int(environment.get("GROUP_RANK", 0)),
-            nnodes=int(environment.get("GROUP_WORLD_SIZE", 1)),
+            local_world_size=number("LOCAL_WORLD_SIZE", world_size),
+            node_rank=number("GROUP_RANK", 0),
+            nnodes=number("GROUP_WORLD_SIZE", 1),
             master_addr=environment.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=int(environment.get("MASTER_PORT", 0)),
+            master_port=number("MASTER_PORT", 0),
         )
+
+
+def is_worker() -> bool:
+    """Whether this process is a worker of ours, or was started by one."""
+    return os.environ.get("TORCHELASTIC_RUN_ID") == _RUN_ID
+
+
+def is_under_torchrun() -> bool:
+    """Whether torchrun, or another launcher that sets the variables of `env://`, has made this process a rank.
+
+    In a notebook's kernel such variables have strayed in from wherever Jupyter was started: they are ignored, and it is
+    said once.
+
+    Source: `torch.distributed.is_torchelastic_launched` and torch/distributed/rendezvous.py, `_env_rendezvous_handler`.
+    """
+    is_told = "TORCHELASTIC_RUN_ID" in os.environ or all(name in os.environ for name in _RENDEZVOUS)
+    if not is_told or is_worker():
+        return False
+    if _is_kernel():
+        _note_strays()
+        return False
+    return True
+
+
+@functools.cache
+def _note_strays() -> None:
+    found = ", ".join(name for name in ("TORCHELASTIC_RUN_ID", *_RENDEZVOUS) if name in os.environ)
+    print(f"ddpnb: a notebook's kernel is no rank of torchrun's: {found} in its environment: ignored", file=sys.stderr)
+
+
+def _is_kernel() -> bool:
+    """This process is an IPython kernel. Where IPython was never imported, none runs."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return getattr(shell, "kernel", None) is not None

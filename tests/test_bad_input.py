@@ -62,8 +62,21 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"env": {"A": 1}}, TypeError, "names and values of environment variables are str"),
     ({"name": 7}, TypeError, "name=7 is not a str"),
     ({"run_dir": "runs"}, NotImplementedError, "run_dir: comes with a later version of ddpnb; leave it out"),
-    ({"nnodes": 2}, NotImplementedError, "nnodes: comes with a later version"),
-    ({"master_port": 29501}, NotImplementedError, "master_port: comes with a later version"),
+    ({"nnodes": 0}, ValueError, "nnodes=0 is below 1: it is the number of nodes"),
+    ({"nnodes": "two"}, TypeError, "nnodes='two' is not an int"),
+    ({"nnodes": 2}, ValueError, "nnodes=2 needs master_addr, an address of node 0 that every node reaches"),
+    ({"node_rank": -1}, ValueError, "node_rank=-1 is below 0: it is this node's number, 0 … nnodes - 1"),
+    ({"node_rank": 1}, ValueError, "node_rank=1 with nnodes=1: nodes are counted 0 … 0"),
+    ({"nnodes": 2, "node_rank": 2, "master_addr": "10.0.0.1"}, ValueError, "nodes are counted 0 … 1"),
+    ({"master_addr": 7}, TypeError, "master_addr=7 is not a str: it is an address of node 0"),
+    ({"master_port": 29501}, ValueError, "master_port=29501 is a port of master_addr: pass that as well"),
+    ({"master_addr": "10.0.0.1", "master_port": 0}, ValueError, "master_port=0 is below 1: it is the port of node 0"),
+    ({"master_addr": "10.0.0.1", "master_port": 65536}, ValueError, "master_port=65536 is above 65535"),
+    (
+        {"nnodes": 2, "master_addr": "10.0.0.1", "nproc_per_node": 0},
+        ValueError,
+        "with nnodes > 1 each node has workers",
+    ),
     ({"nproc_per_nod": 2}, TypeError, "did you mean 'nproc_per_node'?"),
 ]
 

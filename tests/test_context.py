@@ -84,6 +84,8 @@ def test_a_place_survives_torchruns_environment() -> None:
         **{name: getattr(PLACE, name) for name in World.__dataclass_fields__}
     )
     assert World() == World.from_environment({})
+    with pytest.raises(ValueError, match="LOCAL_RANK='first' in the environment is no number"):
+        World.from_environment({"LOCAL_RANK": "first"})
 
 
 # ---- log

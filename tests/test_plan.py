@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ddpnb import plan
-from ddpnb.plan import Options, Plan, make_plan
+from ddpnb.plan import Options, Plan, make_plan, settled_by_torchrun
+from ddpnb.world import World
 
 
 def train() -> None: ...
@@ -30,7 +31,7 @@ def test_auto_takes_every_gpu_and_nccl(machine) -> None:  # type: ignore[no-unty
     planned = machine(2, 16)
 
     assert (2, "nccl", ("cuda:0", "cuda:1"), 8) == (
-        planned.world_size,
+        planned.local_world_size,
         planned.backend,
         planned.devices,
         planned.threads,
@@ -38,8 +39,8 @@ def test_auto_takes_every_gpu_and_nccl(machine) -> None:  # type: ignore[no-unty
 
 
 def test_auto_takes_at_most_four_cpu_workers_and_gloo(machine) -> None:  # type: ignore[no-untyped-def]
-    assert 4 == machine(0, 16).world_size
-    assert 2 == machine(0, 2).world_size
+    assert 4 == machine(0, 16).local_world_size
+    assert 2 == machine(0, 2).local_world_size
     assert "gloo" == machine(0, 16).backend
     assert ("cpu",) * 4 == machine(0, 16).devices
 
@@ -77,6 +78,43 @@ def test_fork_is_refused_once_the_kernel_has_used_cuda(machine, monkeypatch) -> 
     with pytest.raises(ValueError, match=r"CUDA is initialised in this kernel.*Leave start_method out"):
         machine(2, 8, start_method="fork")
     assert "forkserver" == machine(2, 8).start_method
+
+
+def test_nodes_are_planned_as_they_were_asked_for(machine) -> None:  # type: ignore[no-untyped-def]
+    planned = machine(0, 4, nproc_per_node=2, nnodes=3, node_rank=1, master_addr="10.0.0.1", master_port=4000)
+
+    assert (2, 3, 1, "10.0.0.1", 4000) == (
+        planned.local_world_size,
+        planned.nnodes,
+        planned.node_rank,
+        planned.master_addr,
+        planned.master_port,
+    )
+    assert None is machine(0, 4).master_addr
+
+
+def test_what_torchrun_has_settled_is_planned(machine) -> None:  # type: ignore[no-untyped-def]
+    place = World(rank=3, local_rank=1, world_size=4, local_world_size=2, node_rank=1, nnodes=2, master_port=4000)
+    machine(0, 8)
+
+    planned = make_plan(settled_by_torchrun(Options(nproc_per_node=4, start_method="fork"), place), train)
+
+    assert (2, 1, "forkserver", None) == (
+        planned.local_world_size,
+        planned.nnodes,
+        planned.start_method,
+        planned.master_addr,
+    )
+    assert torch.get_num_threads() == planned.threads
+
+
+def test_what_agrees_with_torchrun_is_no_reason_to_warn(machine, recwarn) -> None:  # type: ignore[no-untyped-def]
+    place = World(world_size=2, local_world_size=2, nnodes=1, master_addr="10.0.0.1", master_port=4000)
+    machine(0, 8)
+
+    settled_by_torchrun(Options(nproc_per_node=2, master_addr="10.0.0.1", master_port=4000), place)
+
+    assert not recwarn.list
 
 
 def test_a_run_is_called_like_its_function(machine) -> None:  # type: ignore[no-untyped-def]

@@ -196,6 +196,26 @@ def test_a_stop_on_one_node_ends_the_run_on_both(node: Node) -> None:
         assert isinstance(run.exception(DEADLINE), ddpnb.RunStopped)
 
 
+def test_a_loop_that_is_stopped_on_one_node_ends_at_the_same_step_on_both(node: Node) -> None:
+    def work() -> tuple[int, int]:
+        model = ddpnb.wrap(torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = ddpnb.loader(torch.utils.data.TensorDataset(torch.randn(64, 3)), 2)
+        loop = ddpnb.Loop(model, optimizer, loader, epochs=100_000)
+        for (inputs,) in loop:
+            loop.update(model(inputs).square().mean())
+        return loop.step, loop.samples
+
+    runs = [node(rank, nproc_per_node=2)(work) for rank in range(2)]
+    wait_until(lambda: all("loss" in run.state.history for run in runs), DEADLINE)
+    runs[1].stop()
+
+    ended = [value for run in runs for value in run.results(DEADLINE).values()]
+    assert 4 == len(ended)
+    assert 1 == len(set(ended))
+    assert ended[0][0] > 0
+
+
 def test_node_zero_keeps_the_store_until_all_have_ended(node: Node) -> None:
     def work() -> bool:
         if ddpnb.rank() == 1:

@@ -92,7 +92,7 @@ class Loop:
         """Steps not made because a gradient was nan or infinite, on whichever rank."""
         self.epoch_done = False
         """The batch at hand was the epoch's last, and its step is made."""
-        self._world = join()
+        self._world, session = join(), current_session()
         self._model, self._optimizer, self._loader, self._scheduler = model, optimizer, loader, scheduler
         self._epochs, self._accumulate, self._clip_norm, self._checks = epochs, accumulate, clip_norm, checks
         self._steps = Steps(model, accumulate, batch_size(loader) or 1)
@@ -100,6 +100,7 @@ class Loop:
         self._turns: weakref.ref[_Turns] | None = None
         self._is_stepping = False
         self._wants_stop = self._has_stopped = False
+        self._has_peers = session is not None and session.place.nnodes > 1  # other nodes, whose kernels may ask to stop
         self._meter = _Meter()
 
     def __iter__(self) -> Iterator[Any]:
@@ -130,7 +131,7 @@ class Loop:
         weight = turns.weigh(weight)
         scaled = self._scaler.scale(loss) if self._scaler is not None else loss
         self._meter.add(loss.detach(), weight)
-        self._steps.backward(scaled, weight, turns.num_samples or 0, **turns.votes(self._wants_stop))
+        self._steps.backward(scaled, weight, turns.num_samples or 0, **turns.votes(self._votes_stop(turns.is_last)))
         turns.answer()
 
     def skip(self) -> None:
@@ -140,7 +141,7 @@ class Loop:
             RuntimeError: there is no batch, or the model's own collectives need every rank in it.
         """
         turns = self._answered("skip()")
-        self._steps.pass_over(**turns.votes(self._wants_stop))
+        self._steps.pass_over(**turns.votes(self._votes_stop(turns.is_last)))
         turns.answer()
 
     def stop(self) -> None:
@@ -168,6 +169,12 @@ class Loop:
         return evaluate(self._model, fn, loader)
 
     # ---- the step
+
+    def _votes_stop(self, is_last: bool) -> bool:
+        """Whether this rank wants to stop: the ranks of a node learn of it together, other nodes have to be told."""
+        if is_last and self._has_peers:
+            self._wants_stop = should_stop() or self._wants_stop
+        return self._wants_stop
 
     def _make_step(self) -> Gradients:
         """After a window's last backward."""
@@ -271,7 +278,7 @@ class _Turns(Turns):
             self.epoch = None
             self._num_epochs_done += 1
             loop.epoch_done = True
-        loop._has_stopped = should_stop() or gradients.wants_stop
+        loop._has_stopped = gradients.wants_stop or (not loop._has_peers and should_stop())
 
     @property
     def _is_first(self) -> bool:

@@ -63,11 +63,12 @@ class Replica(DistributedDataParallel):
             self.ballot.is_awaited = False  # own loops have not counted theirs
 
     def expect_backward(self) -> None:
-        """Have the next backward reduced though no forward has run since the last one."""
+        """Have the next backward reduced, which reaches every parameter, whether a forward has run or not."""
         if not self.ballot.is_awaited:
             self._pre_forward()  # type: ignore[no-untyped-call]
-            self._post_forward(None)  # type: ignore[no-untyped-call]
-            self._await_backward()
+        outputs = [each.reshape(-1)[:1] for each in self.module.parameters() if each.requires_grad]
+        self._post_forward(outputs)  # type: ignore[no-untyped-call]
+        self._await_backward()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As DDP's; without the reduction before a window's last micro-batch, as under `no_sync()`."""

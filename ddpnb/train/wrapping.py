@@ -175,9 +175,10 @@ def _data_parallel(model: nn.Module, here: torch.device, world_size: int, option
             f"strategy='dp' is for one process that uses all GPUs, and this is one of {world_size} ranks; "
             "launch with nproc_per_node=1 (or 0), or use 'ddp'"
         )
+    wrapped = DataParallel(model, **options)
     if here.type == "cpu":
         warnings.warn("nn.DataParallel passes everything through: there is no GPU", stacklevel=3)
-    return DataParallel(model, **options)
+    return wrapped
 
 
 def _is_compiled(model: nn.Module) -> bool:

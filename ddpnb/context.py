@@ -103,8 +103,9 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
 
     Args:
         values: {name: value}, for names that are no Python identifiers.
-        step: where on the x axis. None: the current step, which is how often the most logged name was logged before:
-            a loss logged at each step counts the steps, an accuracy logged once an epoch stands where the loss is.
+        step: where on the x axis. None: the current step, which is the last that was given, or how often the most
+            logged name was logged before: a loss logged at each step counts the steps, an accuracy logged once an
+            epoch stands where the loss is.
         named: values by name; numbers, or tensors or arrays of one element.
 
     Raises:
@@ -230,6 +231,8 @@ class Session:
         for step, moment, named in self._arrived(wait):
             if step is None:
                 step = self._step_of(named)
+            elif step > self._current_step:
+                self._current_step = step
             for name, value in named.items():
                 points.setdefault(name, []).append((step, value, moment))
         now = time.monotonic()

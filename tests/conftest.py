@@ -15,7 +15,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed
 from jupyter_client.manager import KernelManager
+
+from ddpnb.train.membership import join
 
 DEADLINE = 60.0
 """Seconds against hangs; no timing is judged by it."""
@@ -181,6 +184,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def group_of_one() -> Iterator[None]:
+    """What the first `wrap` of a process by itself makes, and keeps to its end, does not outlive the module."""
+    join()
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -156,6 +156,15 @@ def test_an_epochs_value_stands_where_the_loss_is(session: Session, listener: Li
     assert [2, 5] == [step for step, _ in listener.points("accuracy")]
 
 
+def test_an_epochs_value_stands_where_the_last_given_step_is(session: Session, listener: Listener) -> None:
+    for step in (10, 11, 12):
+        ddpnb.log(loss=1.0, step=step)
+    ddpnb.log(accuracy=0.5)
+    session.flush()
+
+    assert [12] == [step for step, _ in listener.points("accuracy")]
+
+
 def test_a_given_step_and_any_name_are_kept(session: Session, listener: Listener) -> None:
     ddpnb.log({"loss/train": 0.3, "lr": 0.1}, step=120)
     ddpnb.log({"loss/train": 0.2}, step=torch.tensor(121), extra=1)

@@ -20,6 +20,8 @@ from ddpnb.train.sampling import epoch_order
 
 from .ranks import on_ranks, refused
 
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
 DIM = 6
 EPOCHS = 2
 SHAPES = [(length, batch_size) for length, batch_size in ((23, 2), (37, 3), (7, 4))]

@@ -23,6 +23,7 @@ class Turns:
 
     def __init__(self, answer: str) -> None:
         self._answer = answer
+        self._device = device()
         self.epoch: Epoch | None = None
         self.is_last = True
         """Whether the batch at hand is its window's last."""
@@ -38,7 +39,7 @@ class Turns:
             RuntimeError: the one before waits for its loss.
         """
         self.refuse_if_waiting()
-        batch = to_device(epoch.take(), device())
+        batch = to_device(epoch.take(), self._device)
         self.epoch, self.is_last, self.is_waiting = epoch, epoch.is_last, True
         self.num_samples = epoch.num_samples
         return batch

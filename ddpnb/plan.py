@@ -202,6 +202,11 @@ def _refuse_unknown(function: Callable[..., Any], signature: inspect.Signature, 
     known = [*signature.parameters, *(option.name for option in fields(Options))]
     for name in kwargs:
         if name not in signature.parameters:
+            if name in {option.name for option in fields(Options)}:
+                raise TypeError(
+                    f"{name!r} is an option, no parameter of {_name(function)}(): a Launcher takes its options when "
+                    f"it is made, Launcher({name}=…)"
+                )
             close = difflib.get_close_matches(name, known, 1, 0.5)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"{name!r} is neither a parameter of {_name(function)}() nor an option of launch{hint}")

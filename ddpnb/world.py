@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 """Name of the interface that leads nowhere but to this machine."""
@@ -106,7 +107,7 @@ def is_under_torchrun() -> bool:
     is_told = "TORCHELASTIC_RUN_ID" in os.environ or all(name in os.environ for name in _RENDEZVOUS)
     if not is_told or is_worker():
         return False
-    if _is_kernel():
+    if ipython_kernel() is not None:
         _note_strays()
         return False
     return True
@@ -118,8 +119,8 @@ def _note_strays() -> None:
     print(f"ddpnb: a notebook's kernel is no rank of torchrun's: {found} in its environment: ignored", file=sys.stderr)
 
 
-def _is_kernel() -> bool:
-    """This process is an IPython kernel. Where IPython was never imported, none runs."""
+def ipython_kernel() -> Any:
+    """The kernel that this process is; None where it is none. Where IPython was never imported, none runs."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    return getattr(shell, "kernel", None) is not None
+    return getattr(shell, "kernel", None)

@@ -730,7 +730,9 @@ def _warned(make: Callable[[], tuple[nn.Module, Any]], **options: Any) -> list[s
         loop = ddpnb.Loop(model, sgd(model), loader, epochs=1, **options)
         for inputs, targets, _ in loop:
             loop.update(F.cross_entropy(model(inputs), targets))
-    return [str(each.message) for each in caught if issubclass(each.category, ddpnb.TrainingWarning)]
+    own = [each for each in caught if issubclass(each.category, ddpnb.TrainingWarning)]
+    assert {"_warned()"} >= {each.filename for each in own}
+    return [str(each.message) for each in own]
 
 
 def _without_sampler() -> tuple[nn.Module, Any]:

@@ -94,6 +94,34 @@ def farthest(expected: State, actual: State) -> float:
     return max(float((expected[name] - actual[name]).abs().max()) for name in expected)
 
 
+class Stack(nn.Module):
+    """Layers before, within and after blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.last(x)
+
+
+def _half_stack() -> tuple[torch.dtype, torch.dtype]:
+    model = ddpnb.wrap(Stack(), "fsdp", precision="bf16")
+    outputs = model(torch.ones(2, DIM))
+    outputs.sum().backward()
+    gradient = ddpnb.unwrap(model).blocks[0].weight.grad  # type: ignore[index, union-attr]
+    assert gradient is not None
+    return outputs.dtype, gradient.dtype
+
+
+def test_layers_before_and_after_sharded_blocks_compute_in_half_precision_too() -> None:
+    assert 2 * [(torch.float32, torch.float32)] == on_ranks(2, _half_stack)
+
+
 # ---- states
 
 

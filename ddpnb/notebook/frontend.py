@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+
+from ..world import ipython_kernel
 
 
 def in_notebook_kernel() -> bool:
     """This process is an IPython kernel, with or without a page in front of it."""
-    return _kernel() is not None
+    return ipython_kernel() is not None
 
 
 def is_frontend_there() -> bool:
@@ -28,15 +29,8 @@ def is_frontend_there() -> bool:
     return named or "google.colab" in sys.modules or "cellId" in _request_metadata()
 
 
-def _kernel() -> Any:
-    # Where IPython was never imported, no kernel runs.
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return getattr(shell, "kernel", None)
-
-
 def _request_metadata() -> Mapping[str, object]:
     """What came with the request of the cell that runs now."""
-    parent = _kernel().get_parent() or {}
+    parent = ipython_kernel().get_parent() or {}
     metadata: Mapping[str, object] = parent.get("metadata") or {}
     return metadata

@@ -5,6 +5,7 @@ Runs in: worker (and wherever else the function is called)
 
 from __future__ import annotations
 
+import sys
 import warnings
 from hashlib import blake2b
 from typing import Any
@@ -23,6 +24,7 @@ from .precision import is_marked
 from .reduction import gather
 from .replica import Replica
 
+_PACKAGE = __name__.partition(".")[0] + "."
 _FEW_SAMPLES = 16
 """Local batches below which BatchNorm's statistics are too noisy. Source: Wu and He, Group Normalization, 2018."""
 
@@ -42,14 +44,14 @@ def check_loader(loader: Any, joins_ranks: bool) -> None:
         joins_ranks: gradients are reduced over several ranks.
     """
     if joins_ranks and _gives_all_to_everyone(loader):
-        _warn(
+        warn(
             "every rank goes through the whole data set: the DataLoader has no distributed sampler. Use "
             "ddpnb.loader(dataset, batch_size, shuffle=True), or DataLoader(…, sampler=DistributedSampler(dataset))."
         )
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.shuffle:
         if _epochs.get(sampler) == sampler.epoch:
-            _warn(
+            warn(
                 "the samples come in the order of the epoch before: call loader.sampler.set_epoch(epoch) before each "
                 "epoch, or use ddpnb.loader(), which goes on by itself."
             )
@@ -59,7 +61,7 @@ def check_loader(loader: Any, joins_ranks: bool) -> None:
 def check_weights(model: nn.Module) -> None:
     """Before the first batch: a model for each rank, weights that differ, parameters that DDP does not know."""
     if world_size() > 1 and not is_marked(model) and not any(map(_joins_ranks, model.modules())):
-        _warn(
+        warn(
             "the model is not wrapped: every rank trains weights of its own. Use ddpnb.wrap(model), or "
             "wrap(model, strategy='none') where that is meant."
         )
@@ -74,7 +76,7 @@ def check_batchnorm(model: nn.Module, num_samples: int | None) -> None:
         return
     own = [name for name, each in model.named_modules() if _is_local(each)]
     if own:
-        _warn(
+        warn(
             f"{own[0].replace('module.', '')!r} takes its statistics from {num_samples} samples, this rank's own. Use "
             "ddpnb.wrap(model, sync_batchnorm=True), which takes those of all ranks, or larger batches."
         )
@@ -86,7 +88,7 @@ def check_evaluation_loader(loader: Any) -> None:
     if world_size() > 1 and isinstance(sampler, DistributedSampler) and not sampler.drop_last:
         repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
         if repeated:
-            _warn(
+            warn(
                 f"DistributedSampler repeats {repeated} of the samples to give all ranks equally many: the mean counts "
                 "them twice. ddpnb.loader(dataset, batch_size) has each once."
             )
@@ -109,14 +111,14 @@ def _check_parameters(replica: Replica) -> None:
     named = list(replica.module.named_parameters())
     unknown = [name for name, each in named if each.requires_grad and id(each) not in known and name not in ignored]
     if unknown:
-        _warn(
+        warn(
             f"{unknown[0]!r} came to the model after wrap(): DDP does not know it, and each rank trains its own. "
             "Change the model first, then wrap it."
         )
     digests = gather({name: _digest(each) for name, each in named})
     differing = [name for name, _ in named if len({each.get(name) for each in digests}) > 1]
     if differing:
-        _warn(
+        warn(
             f"{differing[0]!r} differs between ranks{_and_others(differing)}: weights were changed or loaded on some "
             "ranks only. Load them on all ranks, or on rank 0 before wrap(), which hands them out."
         )
@@ -136,6 +138,15 @@ def _and_others(names: list[str]) -> str:
     return f" (and {len(names) - 1} more do)" if len(names) > 1 else ""
 
 
-def _warn(text: str) -> None:
-    if is_rank_zero():  # all ranks make the same mistake
-        warnings.warn(text, TrainingWarning, stacklevel=5)
+def warn(text: str) -> None:
+    """Warn once for all ranks, which make the same mistake, of a line of the user's function."""
+    if is_rank_zero():
+        warnings.warn_explicit(text, TrainingWarning, *_place())
+
+
+def _place() -> tuple[str, int]:
+    """Function and line outside of this package: the file of a cell's code is a path that says nothing."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_name}()", frame.f_lineno

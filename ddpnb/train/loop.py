@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -216,11 +215,10 @@ class Loop:
             return
         self.skipped += 1
         self._meter.forget()
-        if self._scaler is None and self.skipped == 1 and self._world.rank == 0:
-            warnings.warn(
+        if self._scaler is None and self.skipped == 1:
+            mistakes.warn(
                 f"the gradients of the step after step {self.step} are not finite (norm {norm}): it is left out on all "
-                "ranks, and counted in loop.skipped. A loss that is nan on one rank is enough: see each rank's curve.",
-                stacklevel=4,
+                "ranks, and counted in loop.skipped. A loss that is nan on one rank is enough: see each rank's curve."
             )
 
     def _refuse_own_step(self, *_: object) -> None:

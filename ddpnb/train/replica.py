@@ -75,14 +75,16 @@ class Replica(DistributedDataParallel):
         turn = self._turn() if self._turn is not None else None
         asked = self.require_backward_grad_sync
         is_reduced = asked and (turn is None or turn.is_last)
-        self.require_backward_grad_sync = is_reduced
+        if is_reduced != asked:  # a module's attributes are slow to set
+            self.require_backward_grad_sync = is_reduced
         try:
             outputs = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
             _explain(error, inputs, kwargs)
             raise
         finally:
-            self.require_backward_grad_sync = asked
+            if is_reduced != asked:
+                self.require_backward_grad_sync = asked
         if is_reduced and torch.is_grad_enabled():
             self._await_backward()
         return outputs

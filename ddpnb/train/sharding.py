@@ -42,9 +42,11 @@ def shard(model: nn.Module, dtype: torch.dtype | None, options: Mapping[str, Any
         policy = MixedPrecisionPolicy(param_dtype=precise, reduce_dtype=precise, output_dtype=dtype)
         for norm in [each for each in model.modules() if isinstance(each, _BatchNorm) and _has_weights(each)]:
             fully_shard(norm, **{**own, **options, "mp_policy": policy})
+    # What a block puts out goes into other layers, which compute in `dtype` too: only the model's output is cast back.
+    within = {**own, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=precise)}
     for module in dict.fromkeys([*_blocks(model), model]):  # each once, however often it is used
         if not isinstance(module, FSDPModule):
-            fully_shard(module, **{**own, **options})
+            fully_shard(module, **{**(own if module is model else within), **options})
     mark(model, dtype)
 
 

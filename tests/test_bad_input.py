@@ -99,6 +99,12 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a coroutine function": (lambda: ddpnb.launch(train_later), TypeError, "train_later is a coroutine function"),
     "too many arguments": (lambda: ddpnb.launch(train, 1, 2, 3), TypeError, "too many positional arguments"),
     "an unknown argument": (lambda: ddpnb.launch(train, epoch=1), TypeError, "did you mean 'epochs'?"),
+    "an option with a launcher's arguments": (
+        lambda: ddpnb.Launcher()(train, timeout=3),
+        TypeError,
+        "'timeout' is an option, no parameter of train(): a Launcher takes its options when it is made, "
+        "Launcher(timeout=…)",
+    ),
     "no rank": (lambda: ddpnb.launch(train_on), TypeError, "launch(lambda: main(ddpnb.rank(), ddpnb.world_size(), …))"),
     "a parameter named as an option": (
         lambda: ddpnb.launch(train_with_timeout, timeout=3),

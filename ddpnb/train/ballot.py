@@ -31,11 +31,11 @@ class Ballot(Protocol):
     is_awaited: bool
     """A forward has run, or was made up for, whose backward will be reduced over the ranks and has not come yet."""
 
-    def put(self, numbers: torch.Tensor) -> None:
-        """Say this rank's numbers, (NUM_NUMBERS,), before the step's last backward."""
+    def put(self, numbers: list[float]) -> None:
+        """Say this rank's numbers, NUM_NUMBERS of them, before the step's last backward."""
 
-    def count(self) -> torch.Tensor:
-        """Their sums over all ranks, (NUM_NUMBERS,), after that backward; on every rank the same."""
+    def count(self) -> list[float]:
+        """Their sums over all ranks, after that backward; on every rank the same."""
 
 
 class OwnBallot:
@@ -43,11 +43,11 @@ class OwnBallot:
 
     is_awaited = False
 
-    def put(self, numbers: torch.Tensor) -> None:
+    def put(self, numbers: list[float]) -> None:
         """As `Ballot.put`."""
         self._numbers = numbers
 
-    def count(self) -> torch.Tensor:
+    def count(self) -> list[float]:
         """As `Ballot.count`."""
         return self._numbers
 
@@ -59,15 +59,16 @@ class CollectiveBallot:
         self._device = device
         self.is_awaited = False
 
-    def put(self, numbers: torch.Tensor) -> None:
+    def put(self, numbers: list[float]) -> None:
         """As `Ballot.put`."""
-        self._numbers = numbers.to(self._device, torch.float64)
+        self._numbers = numbers
 
-    def count(self) -> torch.Tensor:
+    def count(self) -> list[float]:
         """As `Ballot.count`."""
-        dist.all_reduce(self._numbers)
+        sums = torch.tensor(self._numbers, dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums)
         self.is_awaited = False
-        return self._numbers
+        return sums.tolist()
 
 
 class BucketBallot:
@@ -83,21 +84,22 @@ class BucketBallot:
 
     def __init__(self, slip: nn.Parameter, trigger: nn.Parameter) -> None:
         self.is_awaited = False
+        self._num_ranks = dist.get_world_size()
         self._slip = slip
-        self._numbers = torch.zeros_like(slip)
+        self._nothing = self._numbers = torch.zeros_like(slip)
         self._hook = trigger.register_post_accumulate_grad_hook(self._cast)
 
-    def put(self, numbers: torch.Tensor) -> None:
+    def put(self, numbers: list[float]) -> None:
         """As `Ballot.put`."""
         self._slip.grad = None  # own loops leave theirs, and a backward that failed
-        self._numbers = numbers.to(self._slip)
+        self._numbers = torch.tensor(numbers, dtype=self._slip.dtype, device=self._slip.device)
 
-    def count(self) -> torch.Tensor:
+    def count(self) -> list[float]:
         """As `Ballot.count`."""
         assert self._slip.grad is not None, "no backward was reduced since the numbers were put"
-        sums = self._slip.grad * dist.get_world_size()  # DDP makes a mean
-        self._slip.grad, self._numbers = None, torch.zeros_like(self._slip)
-        return sums
+        means = self._slip.grad.tolist()
+        self._slip.grad, self._numbers = None, self._nothing
+        return [mean * self._num_ranks for mean in means]  # DDP makes a mean
 
     def close(self) -> None:
         """Let go of the trigger, which may outlive the model around it."""

@@ -8,16 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_is_leaf, tree_leaves, tree_map
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on `device`; copied without waiting where its memory is pinned."""
 
-    def move(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-
-    return tree_map(move, batch)
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if batch.__class__ is tuple or batch.__class__ is list:  # as most are: without the machinery for all others
+        return batch.__class__([to_device(each, device) for each in batch])
+    if tree_is_leaf(batch):
+        return batch
+    return tree_map(lambda leaf: to_device(leaf, device), batch)
 
 
 def num_samples(batch: Any) -> int | None:

@@ -186,7 +186,7 @@ class Loop:
                 factor *= min(1.0, self._clip_norm / (norm + 1e-6))
             self._step_optimizer(factor, is_finite)
             self._count(norm, is_finite)
-        self._model.zero_grad(set_to_none=True)
+        self._steps.clear()
         self.samples += gradients.num_samples
         return gradients
 

@@ -82,8 +82,7 @@ class Steps:
     def follow(self, turn: Turn) -> None:
         """Forwards of the model belong to the micro-batches that `turn` hands out, as long as it exists."""
         self._begin()
-        for parameter in self._parameters:
-            parameter.grad = None
+        self.clear()
         if self._replica is not None:
             self._replica.follow(turn)
 
@@ -111,8 +110,7 @@ class Steps:
         if not is_last:
             self._run(loss, weight, reduce=False)
             return
-        own = [self._sum_of_weights / self._weight, self._num_samples, stop, more, 0.0]
-        numbers = torch.tensor(own, dtype=torch.float64)
+        numbers = [self._sum_of_weights / self._weight, self._num_samples, stop, more, 0.0]
         rides = not isinstance(self._ballot, CollectiveBallot)
         if rides:
             self._ballot.put(numbers)
@@ -145,7 +143,7 @@ class Steps:
         grads = self._grads()
         if self._replica is not None and len(grads) < len(self._parameters):
             self._refuse_unused(self._replica)
-        weight, num_samples, stop, more, squares = self._ballot.count().tolist()
+        weight, num_samples, stop, more, squares = self._ballot.count()
         scale = self._num_averaged / weight if weight > 0 else 0.0
         norm = math.sqrt(squares) if self._sharded else float(get_total_norm(grads))
         self._begin()
@@ -155,6 +153,11 @@ class Steps:
         """Multiply all gradients."""
         if factor != 1.0:
             torch._foreach_mul_(self._grads(), factor)
+
+    def clear(self) -> None:
+        """Have no gradients; as `model.zero_grad()`, which goes through all modules."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def spoil(self) -> None:
         """Make a gradient infinite, so that a GradScaler finds here what was found elsewhere."""
@@ -180,7 +183,8 @@ class Steps:
         for module in self._sharded:
             module.set_requires_gradient_sync(reduce, recurse=False)
         try:
-            (loss * (weight / self._weight)).backward()
+            share = weight / self._weight
+            (loss if share == 1.0 else loss * share).backward()
         finally:
             for module in self._sharded:
                 module.set_requires_gradient_sync(True, recurse=False)

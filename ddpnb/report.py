@@ -40,7 +40,9 @@ def report(state: RunState) -> str:
         ValueError: the run has not failed.
     """
     if state.problem is not None:
-        return f"the workers of {state.name} could not be looked after: {state.problem}"
+        has_begun = any(rank.pid is not None for rank in state.ranks)
+        what = "the workers of {} could not be looked after" if has_begun else "{} could not be launched"
+        return f"{what.format(state.name)}: {state.problem}"
     failure = state.first_failure
     if failure is None:
         raise ValueError(f"{state.name} has not failed")

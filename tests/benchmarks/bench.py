@@ -176,6 +176,13 @@ def ratio_of_sums(
     return ratio(pairs), drawn[int(0.025 * rounds)], drawn[int(0.975 * rounds)]
 
 
+def median_interval(values: Sequence[float], seed: int = 0, rounds: int = 2000) -> tuple[float, float, float]:
+    """The median, and its bootstrap 95 % interval."""
+    generator = random.Random(seed)
+    drawn = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(rounds))
+    return statistics.median(values), drawn[int(0.025 * rounds)], drawn[int(0.975 * rounds)]
+
+
 def duration(seconds: float) -> str:
     """In the unit that reads best."""
     if seconds >= 1:

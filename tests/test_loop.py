@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -519,6 +520,31 @@ def test_a_run_that_is_stopped_ends_its_loop_at_the_same_step_and_keeps_its_valu
     first, second = run.results(60).values()
 
     assert 0 < first == second
+
+
+def test_a_stop_during_an_evaluation_is_acknowledged_and_ends_the_loop_after_it() -> None:
+    def train() -> tuple[int, float | dict[str, float]]:
+        model = ddpnb.wrap(small_net())
+        loop = ddpnb.Loop(model, sgd(model), ddpnb.loader(samples(8), 2), epochs=100_000)
+        result: float | dict[str, float] = 0.0
+        for inputs, targets, _ in loop:
+            loop.update(F.cross_entropy(model(inputs), targets))
+            if loop.step == 1:
+                print("evaluating", flush=True)
+                result = loop.evaluate(lambda x, y, w: (time.sleep(0.05), y.float())[1], ddpnb.loader(samples(120), 1))
+        return loop.step, result
+
+    run = ddpnb.launch(train, nproc_per_node=2, view=False, timeout=60)
+    is_evaluating = threading.Event()
+    run.watchers.append(
+        lambda run: is_evaluating.set() if all("evaluating" in text for text in run.output().values()) else None
+    )
+    assert is_evaluating.wait(60)
+    run.stop()
+    results = list(run.results(60).values())
+
+    expected = float(samples(120).tensors[1].double().mean())
+    assert 2 * [(2, pytest.approx(expected))] == results
 
 
 # ---- what is refused, in one process

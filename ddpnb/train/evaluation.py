@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..context import device
+from ..context import device, should_stop
 from .batches import num_samples, to_device
 from .exact import ExactSum
+from .loading import Loader
 from .reduction import gather
 from .replica import Replica
 
@@ -28,6 +29,8 @@ def evaluate(model: nn.Module, fn: Callable[..., Values], loader: Iterable[Any])
     sums: dict[str | None, ExactSum] = {}
     with _evaluating(model), torch.no_grad():
         for batch in loader:
+            if isinstance(loader, Loader):
+                should_stop()  # a stop is acknowledged here, and obeyed by the loop; all ranks ask equally often
             batch = to_device(batch, device())
             size = num_samples(batch)
             if size == 0 and not _is_sharded(model):

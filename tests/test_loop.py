@@ -445,6 +445,30 @@ def test_a_loop_that_is_left_leaves_nothing_switched_and_the_next_one_trains_rig
     assert farthest(trained_apart(2, 23, 2, 3, False, torch.float64), state) <= 1e-12
 
 
+def test_accumulate_begins_anew_after_a_window_that_was_left() -> None:
+    def train() -> tuple[State, bool]:
+        model = ddpnb.wrap(small_net())
+        optimizer = sgd(model)
+        for window in ddpnb.accumulate(model, ddpnb.loader(samples(23), 2, True, seed=3), steps=3):
+            for inputs, targets, _ in window:
+                window.backward(F.cross_entropy(model(inputs), targets))
+                break
+            break
+        switched = bool(model.require_backward_grad_sync)
+        loader = ddpnb.loader(samples(23), 2, True, seed=3)
+        for _ in range(EPOCHS):
+            for window in ddpnb.accumulate(model, loader, steps=3):
+                for inputs, targets, _ in window:
+                    window.backward(F.cross_entropy(model(inputs), targets))
+                optimizer.step()
+        return ddpnb.state_dict(model), switched
+
+    (state, is_reduced), _ = on_ranks(2, train)
+
+    assert is_reduced
+    assert farthest(trained_apart(2, 23, 2, 3, False, torch.float64), state) <= 1e-12
+
+
 def test_after_a_break_an_own_loop_reduces_its_gradients_and_its_optimizer_steps() -> None:
     def train() -> State:
         model = ddpnb.wrap(small_net())

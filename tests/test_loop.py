@@ -384,6 +384,24 @@ def test_a_nan_loss_on_one_rank_skips_the_step_on_all_ranks(strategy: Any) -> No
     assert all(value.isfinite().all() for value in state.values())
 
 
+def test_the_nan_of_a_skipped_step_shows_in_the_curve_of_its_rank() -> None:
+    def train() -> None:
+        model = ddpnb.wrap(small_net())
+        loop = ddpnb.Loop(model, sgd(model), ddpnb.loader(samples(16), 2), epochs=1)
+        for number, (inputs, targets, _) in enumerate(loop):
+            loop.update(
+                F.cross_entropy(model(inputs), targets) * (math.nan if (number, ddpnb.rank()) == (1, 1) else 1.0)
+            )
+
+    run = ddpnb.launch(train, nproc_per_node=2, view=False, timeout=60)
+    run.results(60)
+
+    assert [[False] * 4, [False, True, False, False]] == [
+        [math.isnan(value) for value in run.history["loss", rank]] for rank in range(2)
+    ]
+    assert "are not finite (norm nan): it is left out on all ranks" in run.output(0)
+
+
 def test_fp16_trains_a_sharded_model_and_all_ranks_skip_together() -> None:
     def train() -> tuple[State, int, int, str]:
         model = ddpnb.wrap(small_net(torch.float32), "fsdp", precision="fp16")

@@ -207,14 +207,15 @@ class Loop:
             self._is_stepping = False
 
     def _count(self, norm: float, is_finite: bool) -> None:
+        # What is not finite is shown too, unless it only makes the scaler lower its scale.
+        shown = norm if is_finite or self._scaler is None else None
+        self._meter.report(self.step, self.samples, shown, self._optimizer.param_groups[0]["lr"])
         if is_finite:
             if self._scheduler is not None:
                 self._scheduler.step()
-            self._meter.report(self.step, self.samples, norm, self._optimizer.param_groups[0]["lr"])
             self.step += 1
             return
         self.skipped += 1
-        self._meter.forget()
         if self._scaler is None and self.skipped == 1:
             mistakes.warn(
                 f"the gradients of the step after step {self.step} are not finite (norm {norm}): it is left out on all "
@@ -310,15 +311,13 @@ class _Meter:
             self._sum = value * weight + self._sum
             self._weight += weight
 
-    def forget(self) -> None:
-        """Begin anew."""
-        self._sum, self._weight = 0.0, 0.0
-
-    def report(self, step: int, samples: int, norm: float, lr: float) -> None:
-        """Log the step."""
-        values: dict[str, Any] = {"grad_norm": norm}
+    def report(self, step: int, samples: int, norm: float | None, lr: float) -> None:
+        """Log the step, and begin anew."""
+        values: dict[str, Any] = {}
         if self._weight:
             values["loss"] = self._sum / self._weight
+        if norm is not None:
+            values["grad_norm"] = norm
         if lr != self._lr:
             values["lr"] = self._lr = float(lr)
         now = time.monotonic()
@@ -327,9 +326,9 @@ class _Meter:
         elif now - self._since[0] > _PACE:
             values["samples/s"] = (samples - self._since[1]) / (now - self._since[0])
             self._since = now, samples
-        if current_session() is not None:
+        if values and current_session() is not None:
             log(values, step=step)
-        self.forget()
+        self._sum, self._weight = 0.0, 0.0
 
 
 def _check(model: object, optimizer: object, epochs: object, accumulate: object, clip_norm: float | None) -> None:

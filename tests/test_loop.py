@@ -312,6 +312,29 @@ def test_ranks_with_different_numbers_of_batches_end_together_and_exactly() -> N
         assert max(farthest(model.state_dict(), state) for state, _, _ in results) <= 1e-12
 
 
+class _Stream(IterableDataset[tuple[torch.Tensor, ...]]):
+    """The samples of `samples(19)`, of which nobody knows the number."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        return iter([samples(19)[index] for index in range(19)])
+
+
+def test_a_stream_weighs_each_batch_by_its_own_samples() -> None:
+    def train(dataset: Any, accumulate: int) -> tuple[State, int]:
+        model = ddpnb.wrap(small_net())
+        loop = ddpnb.Loop(model, sgd(model), ddpnb.loader(dataset, 2), epochs=2, accumulate=accumulate)
+        for inputs, targets, _ in loop:
+            loop.update(F.cross_entropy(model(inputs), targets))
+        return ddpnb.state_dict(model), loop.samples
+
+    for accumulate in (1, 2):
+        ((state, seen), _) = on_ranks(2, train, _Stream(), accumulate)
+        ((expected, _), _) = on_ranks(2, train, samples(19), accumulate)
+
+        assert 38 == seen
+        assert farthest(expected, state) <= 1e-12
+
+
 def test_a_rank_without_a_single_batch_is_named_on_all_ranks() -> None:
     def train() -> str:
         model = ddpnb.wrap(small_net())
@@ -715,6 +738,108 @@ def test_a_batch_without_tensors_needs_a_weight() -> None:
     del batches
 
 
+@pytest.mark.parametrize(
+    ("meddle", "words"),
+    [
+        (lambda optimizer, loss: optimizer.zero_grad(), r"leave out zero_grad\(\), each window begins with none"),
+        (lambda optimizer, loss: loss.backward(retain_graph=True), r"leave out loss.backward\(\), give the sum"),
+    ],
+)
+def test_own_gradients_within_a_loop_are_refused(meddle: Callable[..., None], words: str) -> None:
+    model, optimizer, loop = _own_loop(accumulate=2)
+
+    def train() -> None:
+        for inputs, targets, _ in loop:
+            loss = F.cross_entropy(model(inputs), targets)
+            meddle(optimizer, loss)
+            loop.update(loss)
+
+    with pytest.raises(RuntimeError, match=words):
+        train()
+
+
+@pytest.mark.parametrize("begins_frozen", [False, True])
+def test_freezing_after_wrapping_is_refused_by_name(begins_frozen: bool) -> None:
+    net = small_net()
+    net[0].requires_grad_(not begins_frozen)
+    model = ddpnb.wrap(net)
+    net[0].requires_grad_(begins_frozen)
+
+    with pytest.raises(RuntimeError, match=rf"'0.weight' was {'un' * begins_frozen}frozen after wrap\(\)"):
+        ddpnb.Loop(model, sgd(model), ddpnb.loader(samples(8), 2), epochs=1)
+
+
+def test_a_layer_that_came_after_wrapping_is_refused_by_name() -> None:
+    model = ddpnb.wrap(small_net())
+    ddpnb.unwrap(model).append(nn.Linear(3, 3, dtype=torch.float64))  # type: ignore[operator]
+
+    with pytest.raises(RuntimeError, match=r"'3.weight' was unfrozen after wrap\(\), or came to the model later"):
+        ddpnb.Loop(model, sgd(model), ddpnb.loader(samples(8), 2), epochs=1)
+
+
+def test_a_loop_within_a_loop_over_the_same_model_is_refused() -> None:
+    model, optimizer, loop = _own_loop()
+    batches = iter(loop)
+    other = ddpnb.Loop(model, optimizer, ddpnb.loader(samples(8), 2), epochs=1)
+
+    with pytest.raises(RuntimeError, match="another Loop or window over this model is still under way"):
+        iter(other)
+    del batches
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda parts: parts | {"optimizer": torch.optim.LBFGS(parts["model"].parameters())}, "LBFGS calls the model"),
+        (
+            lambda parts: parts | {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(parts["optimizer"])},
+            "ReduceLROnPlateau wants a metric",
+        ),
+        (lambda parts: parts | {"loader": iter([1])}, "which can be gone through once: give a loader"),
+    ],
+)
+def test_what_a_loop_cannot_drive_is_refused(change: Callable[[dict[str, Any]], dict[str, Any]], words: str) -> None:
+    model = ddpnb.wrap(small_net())
+    parts = change({"model": model, "optimizer": sgd(model), "loader": ddpnb.loader(samples(8), 2), "epochs": 2})
+
+    with pytest.raises(TypeError, match=words):
+        ddpnb.Loop(parts.pop("model"), parts.pop("optimizer"), parts.pop("loader"), **parts)
+
+
+def test_sparse_gradients_of_an_embedding_train_as_dense_ones() -> None:
+    def train(sparse: bool) -> State:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=sparse), nn.Linear(4, 3)).double()
+        model = ddpnb.wrap(net)
+        data = TensorDataset(torch.arange(38).reshape(19, 2) % 20, samples(19).tensors[1])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = ddpnb.Loop(model, optimizer, ddpnb.loader(data, 2), epochs=2, accumulate=2)
+        for inputs, targets in loop:
+            loop.update(F.cross_entropy(model(inputs), targets))
+        return ddpnb.state_dict(model)
+
+    (expected, _), (state, _) = on_ranks(2, train, False), on_ranks(2, train, True)
+
+    assert farthest(expected, state) <= 1e-12
+
+
+def test_a_loss_over_nothing_weighs_nothing_though_it_is_nan() -> None:
+    def train() -> tuple[State, int, int]:
+        model = ddpnb.wrap(small_net())
+        loop = ddpnb.Loop(model, sgd(model), ddpnb.loader(samples(8), 2), epochs=1)
+        for inputs, targets, _ in loop:
+            counting = torch.full((2,), float(ddpnb.rank() == 0), dtype=torch.float64)
+            losses = F.cross_entropy(model(inputs), targets, reduction="none")
+            loop.update((losses * counting).sum() / counting.sum(), weight=counting.sum())
+        return ddpnb.state_dict(model), loop.step, loop.skipped
+
+    (state, *counts), (other, *_) = on_ranks(2, train)
+
+    assert [2, 0] == counts
+    assert 0 == farthest(state, other)
+    assert all(value.isfinite().all() for value in state.values())
+
+
 def test_a_parameter_that_the_loss_does_not_need_is_named_with_its_cure() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -820,13 +945,6 @@ def _changed_on_one_rank() -> tuple[nn.Module, Any]:
     return model, ddpnb.loader(samples(8), 2)
 
 
-def _grown_after_wrapping() -> tuple[nn.Module, Any]:
-    model = ddpnb.wrap(small_net())
-    torch.manual_seed(5)
-    ddpnb.unwrap(model).append(nn.Linear(3, 3, dtype=torch.float64))  # type: ignore[operator]
-    return model, ddpnb.loader(samples(8), 2)
-
-
 def _not_wrapped() -> tuple[nn.Module, Any]:
     return small_net(), ddpnb.loader(samples(8), 2)
 
@@ -839,7 +957,6 @@ MISTAKES = [
         "'1' takes its statistics from 2 samples, this rank's own. Use ddpnb.wrap(model, sync_batchnorm=True)",
     ),
     (_changed_on_one_rank, "'0.weight' differs between ranks: weights were changed or loaded on some ranks only."),
-    (_grown_after_wrapping, "'3.weight' came to the model after wrap()"),
 ]
 
 

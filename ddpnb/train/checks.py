@@ -59,7 +59,7 @@ def check_loader(loader: Any, joins_ranks: bool) -> None:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Before the first batch: a model for each rank, weights that differ, parameters that DDP does not know."""
+    """Before the first batch: a model for each rank, weights that differ."""
     if world_size() > 1 and not is_marked(model) and not any(map(_joins_ranks, model.modules())):
         warn(
             "the model is not wrapped: every rank trains weights of its own. Use ddpnb.wrap(model), or "
@@ -106,15 +106,7 @@ def _gives_all_to_everyone(loader: Any) -> bool:
 
 
 def _check_parameters(replica: Replica) -> None:
-    known = {id(parameter) for parameter in replica._module_parameters}
-    ignored = replica.parameters_to_ignore
     named = list(replica.module.named_parameters())
-    unknown = [name for name, each in named if each.requires_grad and id(each) not in known and name not in ignored]
-    if unknown:
-        warn(
-            f"{unknown[0]!r} came to the model after wrap(): DDP does not know it, and each rank trains its own. "
-            "Change the model first, then wrap it."
-        )
     digests = gather({name: _digest(each) for name, each in named})
     differing = [name for name, _ in named if len({each.get(name) for each in digests}) > 1]
     if differing:

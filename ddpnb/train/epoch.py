@@ -37,9 +37,10 @@ class Epoch:
         self._template: Any = _NOTHING
         self.num_samples: int | None = None
         """Of the micro-batch taken last; None where it holds no tensor to count by."""
-        self._ahead = next(self._batches, _NOTHING) if num_batches is None else _NOTHING
+        self._ahead: tuple[Any, int | None] = (_NOTHING, None)
         if num_batches is None:
-            is_empty = self._ahead is _NOTHING
+            self._ahead = self._fetch()
+            is_empty = self._ahead[0] is _NOTHING
             refuse_empty(gather(is_empty) if is_joint else [is_empty])
 
     @property
@@ -52,7 +53,7 @@ class Epoch:
         """Whether another window comes, as far as this rank knows."""
         if self._num_batches is not None:
             return self._num_taken < self._num_batches
-        return self._ahead is not _NOTHING
+        return self._ahead[0] is not _NOTHING
 
     @property
     def is_last(self) -> bool:
@@ -65,9 +66,9 @@ class Epoch:
     def take(self) -> Any:
         """The next micro-batch."""
         if self._num_batches is None:
-            batch, self._ahead = self._ahead, next(self._batches, _NOTHING)
+            (batch, self.num_samples), self._ahead = self._ahead, self._fetch()
         else:
-            batch = next(self._batches, _NOTHING)
+            batch, self.num_samples = self._fetch()
         self._num_taken += 1
         if batch is _NOTHING:
             if self._template is _NOTHING:
@@ -75,9 +76,12 @@ class Epoch:
             self.num_samples = 0
             return cut(self._template)
         self._template = batch
-        # Ours knows it, whatever the batch is made of.
-        self.num_samples = self._loader.local_samples if isinstance(self._loader, Loader) else num_samples(batch)
         return batch
+
+    def _fetch(self) -> tuple[Any, int | None]:
+        """The loader's next batch and its samples, which our own loader knows whatever the batch is made of."""
+        batch = next(self._batches, _NOTHING)
+        return batch, self._loader.local_samples if isinstance(self._loader, Loader) else num_samples(batch)
 
 
 def num_batches_of_all(loader: Any, is_joint: bool) -> int | None:

@@ -27,6 +27,8 @@ Values = torch.Tensor | dict[str, torch.Tensor]
 def evaluate(model: nn.Module, fn: Callable[..., Values], loader: Iterable[Any]) -> float | dict[str, float]:
     """As `Loop.evaluate`."""
     sums: dict[str | None, ExactSum] = {}
+    if _is_sharded(model):
+        _refuse_uneven(loader)
     with _evaluating(model), torch.no_grad():
         for batch in loader:
             if isinstance(loader, Loader):
@@ -67,6 +69,16 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             replica.require_forward_param_sync = sync
 
 
+def _refuse_uneven(loader: Any) -> None:
+    """Raise, on all ranks, where they have different numbers of batches: a sharded model's forwards are collectives."""
+    counts = gather(len(loader) if hasattr(loader, "__len__") else None)
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"the ranks have {', '.join(map(str, counts))} batches to evaluate, and a sharded model needs equally many: "
+            "use ddpnb.loader(dataset, batch_size)"
+        )
+
+
 def _call(fn: Callable[..., Values], batch: Any) -> Values:
     if isinstance(batch, tuple | list):
         return fn(*batch)
@@ -89,7 +101,12 @@ def _over_ranks(sums: dict[str | None, ExactSum]) -> dict[str | None, ExactSum]:
     """Add up over the ranks; whole numbers travel as text, they are longer than any integer of a tensor."""
     own = {name or "": [hex(each.total), each.count, each.special] for name, each in sums.items()}
     joint: dict[str | None, ExactSum] = {}
-    for theirs in gather(own):
+    everyone = gather(own)
+    if len({tuple(sorted(theirs)) for theirs in everyone if theirs}) > 1:
+        raise ValueError(
+            f"evaluate()'s function gives other names on other ranks: {[sorted(each) for each in everyone]}"
+        )
+    for theirs in everyone:
         for name, (total, count, special) in theirs.items():
             found = joint.setdefault(name or None, ExactSum())
             found.total += int(total, 16)

@@ -62,7 +62,7 @@ class Loop:
         scheduler: of the learning rate; stepped once per optimizer step.
         clip_norm: most that the norm of all gradients together may be. None: no limit; the norm is logged all the same.
         checks: warn of the classic mistakes: the same data on every rank, weights that differ, BatchNorm on few
-            samples, parameters that DDP does not know. They cost a moment at the beginning.
+            samples. They cost a moment at the beginning.
 
     Raises:
         TypeError, ValueError: an argument that cannot be.
@@ -81,6 +81,7 @@ class Loop:
         checks: bool = True,
     ) -> None:
         _check(model, optimizer, epochs, accumulate, clip_norm)
+        _check_kinds(optimizer, scheduler, loader, epochs)
         self.epoch = 0
         """The epoch that goes on, 0 … epochs - 1."""
         self.step = 0
@@ -286,6 +287,7 @@ class _Turns(Turns):
     def _begin_epoch(self) -> Epoch:
         loop = self._loop
         loop.epoch = next(self._epochs)
+        loop._steps.look_again()
         set_epoch(loop._loader, loop.epoch)
         epoch = Epoch(loop._loader, loop._accumulate, self._num_batches, loop._steps.joins_ranks)
         num_windows = None if self._num_batches is None else -(-self._num_batches // loop._accumulate)
@@ -329,6 +331,18 @@ class _Meter:
         if values and current_session() is not None:
             log(values, step=step)
         self._sum, self._weight = 0.0, 0.0
+
+
+def _check_kinds(optimizer: Optimizer, scheduler: object, loader: object, epochs: int) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS calls the model several times a step, which a Loop cannot: write the loop yourself")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TypeError(
+            "ReduceLROnPlateau wants a metric: call scheduler.step(metric) yourself, after loop.evaluate(), and leave "
+            "scheduler= out"
+        )
+    if isinstance(loader, Iterator) and epochs > 1:
+        raise TypeError(f"epochs={epochs} of a {type(loader).__name__}, which can be gone through once: give a loader")
 
 
 def _check(model: object, optimizer: object, epochs: object, accumulate: object, clip_norm: float | None) -> None:

@@ -44,6 +44,7 @@ class Replica(DistributedDataParallel):
         slip = new_slip(trigger) if trigger is not None else None
         with slip_in(module, slip):
             super().__init__(module, **options)
+        self._trained = self._trainable()
         self._hidden = (slip,)  # a tuple: of a bare parameter nn.Module would take notice
         self._turn: weakref.ref[Turn] | None = None
         self._ballots = [self._first_ballot()]
@@ -58,9 +59,26 @@ class Replica(DistributedDataParallel):
 
         Held weakly: a loop that is left by a break or an exception is gone, and every backward is reduced again.
         """
+        if self._turn is not None and self._turn() is not None:
+            raise RuntimeError("another Loop or window over this model is still under way: leave its `for` first")
         self._turn = weakref.ref(turn)
         if isinstance(self.ballot, CollectiveBallot):
             self.ballot.is_awaited = False  # own loops have not counted theirs
+
+    def refuse_changed(self) -> None:
+        """Raise where parameters were frozen or unfrozen after wrapping: DDP does not notice, and ranks drift apart."""
+        now = self._trainable()
+        for name, each in self.module.named_parameters():
+            was_trained, is_trained = id(each) in self._trained, id(each) in now
+            if is_trained > was_trained or (was_trained > is_trained and not self.find_unused_parameters):
+                raise RuntimeError(
+                    f"{name!r} was {'unfrozen' if is_trained else 'frozen'} after wrap(), or came to the model later: "
+                    "DDP reduces the parameters that required a gradient then. Change the model first, then wrap it, as "
+                    "often as it changes: ddpnb.wrap(ddpnb.unwrap(model))."
+                )
+
+    def _trainable(self) -> frozenset[int]:
+        return frozenset(id(each) for each in self.module.parameters() if each.requires_grad)
 
     def expect_backward(self) -> None:
         """Have the next backward reduced, which reaches every parameter, whether a forward has run or not."""
@@ -104,6 +122,7 @@ class Replica(DistributedDataParallel):
         """As DDP's, with a ballot of its own."""
         with slip_in(state["_modules"]["module"], *state["_hidden"]):
             super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._trained = self._trainable()
         self._ballots = [self._first_ballot()]
 
     def _await_backward(self) -> None:

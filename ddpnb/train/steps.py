@@ -59,7 +59,8 @@ class Steps:
         self._model = model
         self._replica = next((each for each in model.modules() if isinstance(each, Replica)), None)
         self._sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
-        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        self._synchronises = any(isinstance(each, SyncBatchNorm) for each in model.modules())
+        self.look_again()
         self._num_averaged = dist.get_world_size() if self._replica or self._sharded else 1
         if self._replica is None and any(isinstance(each, DistributedDataParallel) for each in model.modules()):
             raise ValueError(
@@ -78,6 +79,16 @@ class Steps:
     def joins_ranks(self) -> bool:
         """Whether gradients are reduced over several ranks."""
         return self._num_averaged > 1
+
+    def look_again(self) -> None:
+        """Take the parameters that require a gradient now; between epochs some may be frozen or unfrozen.
+
+        Raises:
+            RuntimeError: they differ from those that DDP knows.
+        """
+        if self._replica is not None:
+            self._replica.refuse_changed()
+        self._parameters = [each for each in self._model.parameters() if each.requires_grad]
 
     def follow(self, turn: Turn) -> None:
         """Forwards of the model belong to the micro-batches that `turn` hands out, as long as it exists."""
@@ -105,8 +116,14 @@ class Steps:
             is_last: it is the window's last: gradients are reduced.
             stop, more: what this rank says in the window's ballot.
         """
+        if weight == 0 and not self._needs_every_rank and not math.isfinite(loss):
+            # A mean over nothing is nan, and nan times 0 is nan.
+            self.pass_over(num_samples, is_last=is_last, stop=stop, more=more)
+            return
+        self._refuse_own_gradients()
         self._sum_of_weights += weight
         self._num_samples += num_samples
+        self._num_backwards += 1
         if not is_last:
             self._run(loss, weight, reduce=False)
             return
@@ -119,15 +136,13 @@ class Steps:
             numbers[_SQUARES] = self._own_squares()
             self._ballot.put(numbers)
 
-    def pass_over(self, *, is_last: bool, stop: bool = False, more: bool = False) -> None:
+    def pass_over(self, num_samples: int = 0, *, is_last: bool, stop: bool = False, more: bool = False) -> None:
         """Add nothing for one micro-batch, whether its forward has run or not; the other ranks' gradients are reduced.
 
         Raises:
             RuntimeError: the model's own collectives need this rank's forward and backward.
         """
-        if self.joins_ranks and (
-            self._sharded or any(isinstance(each, SyncBatchNorm) for each in self._model.modules())
-        ):
+        if self._needs_every_rank:
             raise RuntimeError(
                 "skip() on one rank would leave the others waiting: sharded weights and SyncBatchNorm need every rank "
                 "in each batch; call the model and loop.update(loss, weight=0)"
@@ -136,23 +151,29 @@ class Steps:
             if self._replica is not None:
                 self._replica.expect_backward()
             nothing = torch.stack([each.reshape(-1)[0] * 0 for each in self._parameters]).sum()
-            self.backward(nothing, 0.0, 0, is_last=True, stop=stop, more=more)
+            self._num_backwards = 0  # the next is none of the user's
+            self.backward(nothing, 0.0, num_samples, is_last=True, stop=stop, more=more)
+        else:
+            self._num_samples += num_samples
 
     def gradients(self) -> Gradients:
         """After a window's last backward: what all ranks have."""
+        for each in self._parameters:
+            if each.grad is not None and each.grad.is_sparse:
+                each.grad = each.grad.coalesce()  # so that its values can be measured and scaled where they are
         grads = self._grads()
         if self._replica is not None and len(grads) < len(self._parameters):
             self._refuse_unused(self._replica)
         weight, num_samples, stop, more, squares = self._ballot.count()
         scale = self._num_averaged / weight if weight > 0 else 0.0
-        norm = math.sqrt(squares) if self._sharded else float(get_total_norm(grads))
+        norm = math.sqrt(squares) if self._sharded else float(get_total_norm([_values(grad) for grad in grads]))
         self._begin()
         return Gradients(scale, norm * scale, round(num_samples), stop > 0, more > 0)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         if factor != 1.0:
-            torch._foreach_mul_(self._grads(), factor)
+            torch._foreach_mul_([_values(grad) for grad in self._grads()], factor)
 
     def clear(self) -> None:
         """Have no gradients; as `model.zero_grad()`, which goes through all modules."""
@@ -178,6 +199,23 @@ class Steps:
     def _begin(self) -> None:
         self._sum_of_weights = 0.0
         self._num_samples = 0
+        self._num_backwards = 0
+
+    @property
+    def _needs_every_rank(self) -> bool:
+        """Whether forwards and backwards are collectives, in each micro-batch."""
+        return self.joins_ranks and (bool(self._sharded) or self._synchronises)
+
+    def _refuse_own_gradients(self) -> None:
+        """Raise where the user's own backward or zero_grad has meddled: the gradients would be wrong without a word."""
+        first, last = self._parameters[0].grad, self._parameters[-1].grad
+        if not self._num_backwards and self._sum_of_weights == 0 and (first is not None or last is not None):
+            raise RuntimeError(
+                "there are gradients before the window's first loss: leave out loss.backward(), give the sum of all "
+                "losses to update() or window.backward(), and detach() what another model's loss uses"
+            )
+        if self._num_backwards and not self._sharded and all(each.grad is None for each in self._parameters):
+            raise RuntimeError("the window's gradients are gone: leave out zero_grad(), each window begins with none")
 
     def _run(self, loss: torch.Tensor, weight: float, *, reduce: bool) -> None:
         for module in self._sharded:
@@ -202,3 +240,8 @@ class Steps:
             return 0.0
         own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self._grads()]
         return float(get_total_norm(own)) ** 2 if own else 0.0
+
+
+def _values(grad: torch.Tensor) -> torch.Tensor:
+    """What a gradient holds; of a sparse one, as embeddings may have, the values that it has."""
+    return grad.values() if grad.is_sparse else grad

@@ -74,8 +74,8 @@ def _refuse_uneven(loader: Any) -> None:
     counts = gather(len(loader) if hasattr(loader, "__len__") else None)
     if len(set(counts)) > 1:
         raise ValueError(
-            f"the ranks have {', '.join(map(str, counts))} batches to evaluate, and a sharded model needs equally many: "
-            "use ddpnb.loader(dataset, batch_size)"
+            f"the ranks have {', '.join(map(str, counts))} batches to evaluate, and a sharded model needs equally "
+            "many: use ddpnb.loader(dataset, batch_size)"
         )
 
 

@@ -73,8 +73,8 @@ class Replica(DistributedDataParallel):
             if is_trained > was_trained or (was_trained > is_trained and not self.find_unused_parameters):
                 raise RuntimeError(
                     f"{name!r} was {'unfrozen' if is_trained else 'frozen'} after wrap(), or came to the model later: "
-                    "DDP reduces the parameters that required a gradient then. Change the model first, then wrap it, as "
-                    "often as it changes: ddpnb.wrap(ddpnb.unwrap(model))."
+                    "DDP reduces the parameters that required a gradient then. Change the model first, then wrap it, "
+                    "as often as it changes: ddpnb.wrap(ddpnb.unwrap(model))."
                 )
 
     def _trainable(self) -> frozenset[int]:

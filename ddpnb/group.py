@@ -50,6 +50,8 @@ class Group:
     def create(self, backend: str, device: torch.device) -> None:
         """Make the default group."""
         self._backend = backend
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            _spare_ddp_its_log()
         bound = device if device.type == "cuda" and "nccl" in backend else None
         self._init(
             backend,
@@ -120,6 +122,20 @@ class Group:
         if not self._has_noted and self._world.rank == 0:
             print("ddpnb: the process group is there already; this init_process_group changes nothing", flush=True)
         self._has_noted = True
+
+
+def _spare_ddp_its_log() -> None:
+    """Let DDP be made under TORCH_DISTRIBUTED_DEBUG=DETAIL, which compares the collectives of all ranks.
+
+    What DDP notes of its construction asks the group for what the one that compares does not have: torch 2.13 dies of
+    it by SIGSEGV.
+    """
+
+    class Logger(dist.Logger):  # type: ignore[misc, name-defined]
+        def set_construction_data_and_log(self, *_: Any) -> None:
+            pass
+
+    dist.Logger = Logger  # type: ignore[attr-defined]
 
 
 _ANOTHER_GROUP = (

@@ -331,3 +331,22 @@ def test_all_that_was_printed_before_a_failure_is_there_with_the_error(kernel: K
 
     assert seen[0]
     assert {"from C, not flushed", "ValueError: bad batch"} <= set(seen[1])
+
+
+def test_ranks_in_different_collectives_are_named_when_torch_compares_them(kernel: Kernel) -> None:
+    kernel.run("""
+        def train():
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+            model(torch.ones(3, 2)).sum().backward()
+            if ddpnb.rank() == 1:
+                dist.barrier()
+            else:
+                dist.broadcast(torch.zeros(2), 0)
+
+        run = ddpnb.launch(train, nproc_per_node=2, view=False, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    """)
+
+    text = kernel.run("print(run.exception())").text
+
+    assert "Detected mismatch between collectives on ranks" in text
+    assert "OpType=BROADCAST" in text

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .context import should_stop as should_stop
     from .context import world_size as world_size
     from .diagnosis import doctor as doctor
+    from .errors import CheckpointError as CheckpointError
     from .errors import LaunchError as LaunchError
     from .errors import RunKilled as RunKilled
     from .errors import RunStopped as RunStopped
@@ -34,10 +35,13 @@ if TYPE_CHECKING:
     from .run import Launcher as Launcher
     from .run import Run as Run
     from .run import launch as launch
+    from .run import open_run as open_run
     from .server import prestart as prestart
     from .train.accumulation import accumulate as accumulate
     from .train.batchnorm import SyncBatchNorm as SyncBatchNorm
     from .train.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
+    from .train.checkpoint import load_checkpoint as load_checkpoint
+    from .train.checkpoint import save_checkpoint as save_checkpoint
     from .train.checks import TrainingWarning as TrainingWarning
     from .train.loading import Loader as Loader
     from .train.loading import loader as loader
@@ -67,15 +71,16 @@ _HOMES = {
         "world_size",
     ),
     "diagnosis": ("doctor",),
-    "errors": ("LaunchError", "RunKilled", "RunStopped", "UnpicklableError", "WorkerError"),
+    "errors": ("CheckpointError", "LaunchError", "RunKilled", "RunStopped", "UnpicklableError", "WorkerError"),
     "notebook.live": ("show",),
-    "run": ("Launcher", "Run", "launch"),
+    "run": ("Launcher", "Run", "launch", "open_run"),
     "server": ("prestart",),
     "train.accumulation": ("accumulate",),
     "train.batchnorm": (
         "SyncBatchNorm",
         "convert_sync_batchnorm",
     ),
+    "train.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "train.checks": ("TrainingWarning",),
     "train.loading": (
         "Loader",

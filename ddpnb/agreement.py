@@ -10,20 +10,22 @@ count + 1, waits again, and lowers `hold`. Whatever a rank does meanwhile, it ca
 "Seen everywhere" needs no fence in the rank, only time in the kernel: a core shows its writes to the others within
 microseconds, and `_SETTLE` is milliseconds. A rank that is stopped by SIGSTOP or dies holds up nobody.
 
-The page carries a few more numbers of each rank that must outlive it.
+The page carries a few more numbers: how often the kernel has asked for a checkpoint, which one rank reads and tells the
+others, and those of each rank that must outlive it.
 
 Runs in: both
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import tempfile
 import time
 
-_STOP_AT, _HOLD = 0, 1  # indices of the kernel's numbers; 0 there: nobody is to stop, nobody is to wait
-_SHARED = 2
+_STOP_AT, _HOLD, _SAVES = 0, 1, 2  # indices of the kernel's numbers; 0 there: nobody is to stop, wait, or save
+_SHARED = 3
 _CHECKS, _INTERVAL, _MEMORY, _OWN = 0, 1, 2, 3  # each rank's numbers, and how many they are
 
 _NOTE_EVERY = 8
@@ -35,7 +37,7 @@ _WAIT = 0.0005
 
 
 class Page:
-    """The shared page of one run. Numbers are int64; one rank writes its own, the kernel writes `stop_at`.
+    """The shared page of one run. Numbers are int64; each rank writes its own, the kernel writes the shared ones.
 
     Args:
         descriptor: an open file of at least `size(world_size)` bytes, owned by the page.
@@ -86,6 +88,19 @@ class Page:
         """How often this rank has asked; 0 for a function that never does."""
         return self._numbers[self._own(local_rank) + _CHECKS]
 
+    def num_saves_asked(self) -> int:
+        """How often the kernel has asked for a checkpoint. Ranks may see it at different steps: one reads for all."""
+        return self._numbers[_SAVES]
+
+    def take_over(self) -> None:
+        """Stop all ranks in the kernel's place, which is gone, perhaps in the middle of asking. Several ranks may."""
+        fcntl.lockf(self.descriptor, fcntl.LOCK_EX)
+        try:
+            self.ask_to_stop()
+        finally:
+            self._numbers[_HOLD] = 0
+            fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
+
     def note_memory(self, local_rank: int, peak: int) -> None:
         """Leave word of the most bytes this rank has held, for whoever finds it killed."""
         self._numbers[self._own(local_rank) + _MEMORY] = peak
@@ -104,6 +119,10 @@ class Page:
             time.sleep(_SETTLE)
         finally:
             numbers[_HOLD] = 0
+
+    def ask_to_save(self) -> None:
+        """Ask for one more checkpoint."""
+        self._numbers[_SAVES] += 1
 
     def check_interval(self, local_rank: int) -> float | None:
         """Mean seconds between this rank's last checks; None before the second."""

@@ -23,6 +23,7 @@ import warnings
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -32,6 +33,8 @@ from .world import World, is_under_torchrun
 
 if TYPE_CHECKING:
     import torch
+
+    from .lifeline import Lifeline
 
 Item = TypeVar("Item")
 
@@ -162,11 +165,30 @@ class Session:
         device: `str(torch.device)` to compute on.
         send: takes messages for the kernel; called from the session's thread and from the function's.
         page: the run's shared page; None where nobody can ask for a stop.
+        folder: the run's own folder; None: nothing is written.
+        candidates: checkpoints to resume from, the one to prefer first; empty: a fresh start.
+        arguments: the function's arguments as the run's folder has them, a JSON object.
+        lifeline: this process's; None where it is the kernel's own.
     """
 
-    def __init__(self, place: World, device: str, send: Send, page: Page | None) -> None:
+    def __init__(
+        self,
+        place: World,
+        device: str,
+        send: Send,
+        page: Page | None,
+        *,
+        folder: Path | None = None,
+        candidates: tuple[Path, ...] = (),
+        arguments: str = "{}",
+        lifeline: Lifeline | None = None,
+    ) -> None:
         self.place = place
         self.device = device
+        self.folder = folder
+        self.candidates = candidates
+        self.arguments = arguments
+        self._lifeline = lifeline
         self.records: deque[tuple[int | None, float, dict[str, Any]]] = deque()  # (step, time, {name: value})
         self.loops: list[_Loop[Any]] = []  # under way or just over, outermost first
         self._send = send
@@ -174,6 +196,7 @@ class Session:
         self._local_rank = place.local_rank
         self._flushing = threading.Lock()
         self._counts: dict[str, int] = {}  # {name: how often it was logged without a step}
+        self._latest: dict[str, float] = {}  # {name: the value logged last}
         self._current_step = 0
         self._stopping = False
         self._closed = threading.Event()
@@ -195,6 +218,10 @@ class Session:
         self.flush(wait=True)
         _session, _record = None, _outside
 
+    def tell(self, *messages: FromWorker) -> None:
+        """Say something of the run, in order. From any thread."""
+        self._send(*messages)
+
     def should_stop(self) -> bool:
         """As the function of this name."""
         page = self._page
@@ -205,6 +232,29 @@ class Session:
             check = page.num_checks(self.place.local_rank)
             self._send(Stopping(rank=self.place.rank, time=time.monotonic(), check=check))
         return True
+
+    def outlive_kernel(self, does: bool) -> None:
+        """Whether this rank, when its kernel is gone, still finishes its step and saves; all ranks stop at the same."""
+        if self._lifeline is not None and does:
+            self._lifeline.loosen(self._stop_without_kernel)
+        elif self._lifeline is not None:
+            self._lifeline.tighten()
+
+    def _stop_without_kernel(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for output in (1, 2):
+            os.dup2(nowhere, output)  # nobody reads the pipe any more: a print would fail
+        if self._page is not None:
+            self._page.take_over()
+
+    def num_saves_asked(self) -> int:
+        """How often the kernel has asked for a checkpoint so far."""
+        return 0 if self._page is None else self._page.num_saves_asked()
+
+    def latest(self, name: str) -> float | None:
+        """The value logged last under a name; None where there is none."""
+        self.flush(wait=True)
+        return self._latest.get(name)
 
     def flush(self, *, wait: bool = False) -> None:
         """Send what was logged and how far the loops are.
@@ -238,6 +288,7 @@ class Session:
         now = time.monotonic()
         for name, rows in points.items():
             steps, values, times = zip(*rows, strict=True)
+            self._latest[name] = values[-1]
             yield Metrics(
                 rank=self.place.rank,
                 time=now,

@@ -5,6 +5,7 @@
     ├── WorkerError          a rank failed; also a subclass of the worker's own exception type
     ├── RunStopped           stop() ended the run before it had a value
     │   └── RunKilled        kill() did
+    ├── CheckpointError      a checkpoint is damaged, of another model, or could not be written
     └── UnpicklableError     (also a TypeError) something cannot travel between kernel and worker
 
 A mistake in a call is a plain `ValueError` or `TypeError`, raised before any process starts.
@@ -25,6 +26,10 @@ class RunStopped(Exception):
 
 class RunKilled(RunStopped):
     """`Run.kill()`, or a second interrupt, ended the workers: there is no value."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint is damaged, belongs to another model, or could not be written; the text names the file."""
 
 
 class UnpicklableError(TypeError):

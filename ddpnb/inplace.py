@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,8 +19,10 @@ from datetime import timedelta
 from typing import Any
 
 from .context import Session, current_session
-from .messages import Ended, FromLauncher, FromWorker, Phase, Returned, Started
-from .plan import Plan
+from .folder import Folder
+from .messages import AnyMessage, Ended, Phase, Returned, Started
+from .plan import Plan, num_restarts
+from .recorder import Recorder
 from .state import RunState, fold
 from .worker import raised, torch_device
 from .world import LOOPBACK, World
@@ -33,6 +36,7 @@ def run(
     kwargs: Mapping[str, Any],
     state: RunState,
     on_change: Callable[[RunState], None],
+    folder: Folder | None = None,
 ) -> Any:
     """Call the function to its end; returns its value as it is.
 
@@ -44,27 +48,57 @@ def run(
         kwargs: keyword arguments.
         state: the state to begin from.
         on_change: called with each new state.
+        folder: of the run; released at the end. None: nothing is written.
 
     Raises:
         RuntimeError: a function launched in place launches in place.
         BaseException: whatever the function raises.
     """
     if current_session() is not None:
+        if folder is not None:
+            folder.discard()
         raise RuntimeError("a function that is being launched in place cannot launch another one in place")
 
-    def tell(*messages: FromWorker | FromLauncher) -> None:
-        nonlocal state
-        for message in messages:
-            state = fold(state, message)
-        on_change(state)
+    telling = threading.RLock()  # the function, the session's thread, whoever saves, the recorder
 
+    def tell(*messages: AnyMessage) -> None:
+        with telling:
+            if recorder is not None:
+                recorder.tell(*messages)
+            hear(*messages)
+
+    def hear(*messages: AnyMessage) -> None:
+        nonlocal state
+        with telling:
+            for message in messages:
+                state = fold(state, message)
+            on_change(state)
+
+    def end() -> None:
+        ended = Ended(time=now(), problem=None)
+        if recorder is not None:
+            recorder.close(ended)
+        if folder is not None:
+            folder.release()
+        hear(ended)
+
+    recorder = None if folder is None else Recorder(folder.path, state, hear)
     now = time.monotonic
     world = place or World()
     rank, device = world.rank, plan.devices[world.local_rank]
     with ExitStack() as until_reported:
         try:
-            until_reported.callback(lambda: tell(Ended(time=now(), problem=None)))
-            until_reported.enter_context(Session(world, device, tell, None))
+            until_reported.callback(end)
+            session = Session(
+                world,
+                device,
+                tell,
+                None,
+                folder=None if folder is None else folder.path,
+                candidates=() if folder is None else folder.candidates,
+                arguments="{}" if folder is None else folder.arguments,
+            )
+            until_reported.enter_context(session)
             until_reported.enter_context(_environment(plan, place))
             tell(Started(rank=rank, time=now(), pid=os.getpid(), device=device))
             until_reported.enter_context(_group(plan, device, place))
@@ -126,8 +160,10 @@ def _store(plan: Plan, place: World | None) -> Any:
         return dist.HashStore()  # type: ignore[attr-defined]
     timeout = timedelta(seconds=plan.timeout)
     store, *_ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-    # The store outlives the launch, and the next one must not meet its keys: all ranks launch equally often.
-    return dist.PrefixStore(f"launch/{next(_num_launches)}", store)  # type: ignore[attr-defined]
+    # The store outlives the launch, and these processes where torchrun starts others in their place: the next one must
+    # not meet its keys. All ranks launch equally often.
+    prefix = f"launch/{num_restarts()}/{next(_num_launches)}"
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
 _num_launches = itertools.count()

@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,10 +36,13 @@ from . import runtime, server, worker
 from .agreement import Page
 from .channel import Inbox, OutputReader, pipe
 from .errors import LaunchError
+from .folder import Folder
+from .lifeline import ORPHAN_GRACE
 from .messages import AnyMessage, Asked, Ended, Exited, Noted, Output, Stack
 from .nodes import WORD_OF_PEERS, Nodes
 from .payload import Parcel
 from .plan import Plan, StartMethod
+from .recorder import Recorder
 from .report import headline
 from .state import RankState, RunState, fold, settles_at
 from .world import LOOPBACK, World
@@ -72,14 +76,23 @@ class Supervisor:
         parcel: the packed call.
         state: the state to begin from.
         on_change: called in the supervisor's thread with each new state; must be quick and must not raise.
+        folder: of the run; released at the end. None: nothing is written.
 
     Raises:
         LaunchError: this is node 0, and it cannot listen at the address where the nodes are to meet.
     """
 
-    def __init__(self, plan: Plan, parcel: Parcel, state: RunState, on_change: Callable[[RunState], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        parcel: Parcel,
+        state: RunState,
+        on_change: Callable[[RunState], None],
+        folder: Folder | None = None,
+    ) -> None:
         self.state = state
         self._plan = plan
+        self._home = folder
         self._selector = selectors.DefaultSelector()
         self._nodes = None if plan.master_addr is None else Nodes(plan, self._selector, self._tell, self.ask)
         # Written before `launch` returns: the buffers are the caller's, who may change them in the next line.
@@ -91,7 +104,9 @@ class Supervisor:
         self._wakeup = _Wakeup()
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._wakeup.clear)
         self._muted: list[_Worker] = []  # ranks that flood: their output is left alone for a tick
-        self._requests: list[Method | Literal["stacks"]] = []
+        self._requests: list[Method | Literal["stacks", "save"]] = []
+        self._heard: deque[AnyMessage] = deque()  # from other threads, to be told by ours
+        self._recorder: Recorder | None = None
         self._stop_asked: float | None = None
         self._has_asked_stacks = False
         self._problem: str | None = None
@@ -100,13 +115,30 @@ class Supervisor:
 
     def start(self) -> None:
         """Begin; returns at once."""
+        if self._home is not None:
+            self._recorder = Recorder(self._home.path, self.state, self.hear)
         _live.add(self)
         self._thread.start()
 
-    def ask(self, how: Method | Literal["stacks"]) -> None:
-        """Have the workers stopped or killed, or asked where they stand. From any thread; returns at once."""
+    def ask(self, how: Method | Literal["stacks", "save"]) -> None:
+        """Have the workers stopped, killed, asked where they stand, or asked to save. From any thread, at once."""
         self._requests.append(how)
         self._wakeup.set()
+
+    def hear(self, message: AnyMessage) -> None:
+        """Take what is not to be recorded. From any thread; returns at once."""
+        self._heard.append(message)
+        self._wakeup.set()
+
+    def ask_to_leave(self) -> None:
+        """The kernel itself is leaving: what can be saved is saved."""
+        if self._home is not None:
+            self.ask("stop")
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long for the end, where something may be saved."""
+        if self._home is not None:
+            self._thread.join(seconds)
 
     def kill_now(self) -> None:
         """End all workers from any thread, and start no more: the kernel itself is leaving."""
@@ -136,7 +168,18 @@ class Supervisor:
             self._wakeup.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             _live.discard(self)
-            self._tell(Ended(time=time.monotonic(), problem=self._problem))
+            self._end()
+
+    def _end(self) -> None:
+        """The last words, which come when all is written and the folder is free for others."""
+        ended = Ended(time=time.monotonic(), problem=self._problem)
+        if self._recorder is not None:
+            self._recorder.close(ended)
+        if self._home is not None:
+            self._home.release()
+        while self._heard:
+            self._fold(self._heard.popleft())
+        self._fold(ended)
 
     def _start_workers(self) -> None:
         plan = self._plan
@@ -202,7 +245,13 @@ class Supervisor:
         """Start one worker; it gets its own pipes only, so that a rank that dies closes them."""
         plan = self._plan
         interface = LOOPBACK if self._nodes is None else self._nodes.interface()
-        with _Pipes() as pipes:
+        home = self._home
+        with ExitStack() as until_started:
+            # Its own descriptor: of a forked kernel's the child lets go.
+            lock = None if home is None else os.dup(home.lock)
+            if lock is not None:
+                until_started.callback(os.close, lock)
+            pipes = until_started.enter_context(_Pipes())
             descriptors = worker.Descriptors(
                 payload=self._payload,
                 page=self._page.descriptor,
@@ -211,6 +260,7 @@ class Supervisor:
                 stacks=pipes.stacks[1],
                 lifeline=pipes.lifeline[0],
                 listener=listener.fileno() if listener is not None and world.rank == 0 else None,
+                lock=lock,
             )
             seat = worker.Seat(
                 world=world,
@@ -222,6 +272,9 @@ class Supervisor:
                 folder=str(self._folder),
                 kernel_pid=os.getpid(),
                 descriptors=descriptors,
+                run_dir=None if home is None else str(home.path),
+                candidates=() if home is None else tuple(map(str, home.candidates)),
+                arguments="{}" if home is None else home.arguments,
             )
             process = _start_process(seat, plan)
         return _Worker(world, process, _sentinel(process, plan.start_method), pipes)
@@ -308,6 +361,11 @@ class Supervisor:
             yield from messages
 
     def _tell(self, *messages: AnyMessage) -> None:
+        if self._recorder is not None:
+            self._recorder.tell(*messages)
+        self._fold(*messages)
+
+    def _fold(self, *messages: AnyMessage) -> None:
         for message in messages:
             self.state = fold(self.state, message)
         if messages:
@@ -317,6 +375,7 @@ class Supervisor:
 
     def _decide(self) -> None:
         now = time.monotonic()
+        self._take_heard()
         self._take_requests(now)
         self._tell_nodes(now)
         living = [each for each in self._workers if each.is_alive]
@@ -329,11 +388,21 @@ class Supervisor:
         elif self.state.first_failure:
             self._settle_failure(living, now)
 
+    def _take_heard(self) -> None:
+        """One at a time: a long curve that was recalled takes a fifth of a second, and a rank may die meanwhile."""
+        if self._heard:
+            self._fold(self._heard.popleft())
+        if self._heard:
+            self._wakeup.set()
+
     def _take_requests(self, now: float) -> None:
         while self._requests:
             how = self._requests.pop(0)
             if how == "stacks":
                 self._ask_stacks()
+                continue
+            if how == "save":
+                self._page.ask_to_save()
                 continue
             if self._nodes is not None and (self.state.asked is None or how == "kill" != self.state.asked):
                 self._nodes.ask(how)
@@ -341,6 +410,8 @@ class Supervisor:
             if how == "stop" and self._stop_asked is None:
                 self._stop_asked = now
                 self._page.ask_to_stop()
+                if self._home is None and self.state.saved is None and self._plan.node_rank == 0:
+                    self._tell(Noted(time=now, text="nothing was saved: no run_dir"))
 
     def _press_to_stop(self, living: list[_Worker], now: float) -> None:
         assert self._stop_asked is not None
@@ -606,18 +677,27 @@ def _close_kernel_ends() -> None:
     _kernel_ends.clear()
 
 
-def _kill_all() -> None:
-    """At exit, before multiprocessing would join our workers: they are no daemons."""
-    if os.getpid() == _kernel_pid:
-        for supervisor in list(_live):
-            supervisor.kill_now()
-            name = supervisor.state.name
-            print(f"ddpnb: the program ended while {name} was running; run.result() waits for it", file=sys.stderr)
+def _end_all() -> None:
+    """At exit, before multiprocessing would join our workers: they are no daemons.
+
+    Runs that have a folder stop and save, in the time that they would have if the kernel was killed.
+    """
+    if os.getpid() != _kernel_pid:
+        return
+    running = list(_live)
+    for supervisor in running:
+        supervisor.ask_to_leave()
+    deadline = time.monotonic() + ORPHAN_GRACE
+    for supervisor in running:
+        supervisor.wait(max(0.0, deadline - time.monotonic()))
+        supervisor.kill_now()
+        name = supervisor.state.name
+        print(f"ddpnb: the program ended while {name} was running; run.result() waits for it", file=sys.stderr)
 
 
 _kernel_pid = os.getpid()
 os.register_at_fork(after_in_child=_close_kernel_ends)
-atexit.register(_kill_all)
+atexit.register(_end_all)
 
 
 def _num_oom_kills() -> int | None:

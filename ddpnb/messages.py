@@ -92,6 +92,30 @@ class Stopping(RankMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(RankMessage):
+    """A checkpoint has been published: complete on every rank, and durable."""
+
+    path: str
+    """Its folder, absolute."""
+    step: int
+    """Optimizer steps that the run had made by then."""
+    epoch: int
+    """Number of the epoch under way, from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed(RankMessage):
+    """The run goes on from a checkpoint. Rank 0 alone says it, for all."""
+
+    path: str
+    """The checkpoint's folder, absolute."""
+    step: int
+    """Optimizer steps that had been made by then."""
+    epoch: int
+    """Number of the epoch that goes on, from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Returned(RankMessage):
     """The function returned. The only sign of success."""
 
@@ -175,6 +199,22 @@ class Lost(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled(RankMessage):
+    """Values that the run from which this one goes on had logged under one name, up to the checkpoint.
+
+    They come before all that this run logs under that name, whenever they are told.
+    """
+
+    name: str
+    steps: bytes
+    """int64, native order."""
+    values: bytes
+    """float64, native order."""
+    times: bytes
+    """float64, native order: monotonic times, moved so that the last value of that run falls on this run's launch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Asked(Message):
     """The kernel has asked the workers to end."""
 
@@ -183,7 +223,7 @@ class Asked(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted(Message):
-    """Something the user should know: an option without effect, a slower way taken."""
+    """Something the user should know: an option without effect, a slower way taken. A worker may say it too."""
 
     text: str
 
@@ -196,6 +236,11 @@ class Ended(Message):
     """Why the run could not be launched or followed; None for a run that ended by itself."""
 
 
-FromWorker = Started | Phase | Metrics | Progress | Stopping | Returned | Raised
-FromLauncher = Output | Exited | Stack | Met | Lost | Asked | Noted | Ended
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupted(Message):
+    """The run's kernel ended before the run did. Said by whoever reads the run's folder; `time` is of the last word."""
+
+
+FromWorker = Started | Phase | Metrics | Progress | Stopping | Saved | Resumed | Noted | Returned | Raised
+FromLauncher = Output | Exited | Stack | Met | Lost | Recalled | Asked | Noted | Ended | Interrupted
 AnyMessage = FromWorker | FromLauncher

@@ -17,17 +17,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from .world import World
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
+Asked = TypeVar("Asked", bound="Options")
 
 BACKENDS = ("gloo", "nccl")
 _MOST_AUTO_WORKERS = 4
 _LAST_PORT = 65535
-_LATER = ("run_dir", "resume")
-"""Options that are not built yet."""
+_RESUME = {"": False, "0": False, "1": True}  # {DDPNB_RESUME: resume}; anything else is a path
 _OF_PROCESSES = ("start_method", "stop_timeout")
 """Options that mean nothing where the function runs in place."""
 
@@ -86,9 +86,6 @@ class Plan:
 
 def _check_options(options: Options) -> None:
     defaults = {option.name: option.default for option in fields(options)}
-    later = [name for name in _LATER if getattr(options, name) != defaults[name]]
-    if later:
-        raise NotImplementedError(f"{', '.join(later)}: comes with a later version of ddpnb; leave it out")
     workers = options.nproc_per_node
     if workers != "auto":
         _check_integer("nproc_per_node", workers, 0, "the number of workers, 0 for none, or 'auto'")
@@ -96,6 +93,7 @@ def _check_options(options: Options) -> None:
         _check_integer("threads_per_worker", options.threads_per_worker, 1, "a number of threads, or None")
     for name in ("timeout", "stop_timeout"):
         _check_seconds(name, getattr(options, name))
+    _check_folders(options)
     _check_nodes(options, defaults)
     _check_choice("backend", options.backend, (*BACKENDS, "auto", None))
     _check_choice("start_method", options.start_method, (*get_args(StartMethod), "auto"))
@@ -107,6 +105,17 @@ def _check_options(options: Options) -> None:
             raise ValueError(f"env={{{name!r}: {value!r}}} cannot be an environment variable")
     if options.name is not None and not isinstance(options.name, str):
         raise TypeError(f"name={options.name!r} is not a str")
+
+
+def _check_folders(options: Options) -> None:
+    for name, meaning in (("run_dir", "a folder's path, or None"), ("resume", "a bool, or a path")):
+        path = getattr(options, name)
+        if path is None if name == "run_dir" else isinstance(path, bool):
+            continue
+        if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+            raise TypeError(f"{name}={path!r} is not a path: it is {meaning}")
+        if not os.fspath(path) or "\0" in os.fspath(path):
+            raise ValueError(f"{name}={path!r} cannot be a path: it is {meaning}")
 
 
 def _check_nodes(options: Options, defaults: Mapping[str, Any]) -> None:
@@ -235,6 +244,11 @@ def make_plan(options: Options, function: Callable[..., Any]) -> Plan:
     Raises:
         ValueError: what was asked for is not to be had here.
     """
+    if options.resume is True and options.run_dir is None:
+        raise ValueError(
+            "resume=True goes on from the newest run in run_dir, and there is none: launch(…, run_dir='runs/digits', "
+            "resume=True)"
+        )
     gpus = num_gpus()
     cores = num_cores()
     asked = options.nproc_per_node
@@ -272,10 +286,11 @@ def make_plan(options: Options, function: Callable[..., Any]) -> Plan:
     )
 
 
-def settled_by_torchrun(options: Options, place: World) -> Options:
+def settled_by_torchrun(options: Asked, place: World) -> Asked:
     """The options with what torchrun has settled in place of what was asked for. Rank 0 warns where the two differ.
 
-    Threads are left as torchrun has set them, unless they were asked for.
+    Threads are left as torchrun has set them, unless they were asked for. DDPNB_RUN_DIR and DDPNB_RESUME ("1", "0" or a
+    path) stand in for options that were not given, so that a script that knows neither can be resumed.
     """
     as_it_is = {
         "nproc_per_node": place.local_world_size,
@@ -294,8 +309,15 @@ def settled_by_torchrun(options: Options, place: World) -> Options:
     settled |= {
         "nproc_per_node": place.local_world_size,
         "threads_per_worker": options.threads_per_worker or _num_threads(),
+        "run_dir": options.run_dir or os.environ.get("DDPNB_RUN_DIR") or None,
+        "resume": options.resume or _RESUME.get(word := os.environ.get("DDPNB_RESUME", ""), word),
     }
     return replace(options, **settled)
+
+
+def num_restarts() -> str:
+    """How often torchrun has started this run's processes again after one of them had failed, in its own word."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _num_threads() -> int:

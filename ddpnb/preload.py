@@ -45,6 +45,7 @@ def _preload() -> None:
     import torch.utils.data.distributed  # noqa: F401
 
     from . import context, group, payload, worker  # noqa: F401
+    from .train import accumulation, checkpoint, loop  # noqa: F401
 
 
 try:

@@ -15,24 +15,34 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, overload
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from . import inplace, payload
-from .draw import text
+from . import candidates, folder, inplace, payload, recording
+from .draw import summary, text, words
 from .errors import LaunchError, RunKilled, RunStopped, WorkerError, worker_error
+from .folder import Folder
 from .history import History
 from .launcher import Supervisor
-from .messages import Lost, Raised
-from .plan import Options, Plan, StartMethod, check_call, make_plan, refuse_collisions, settled_by_torchrun
+from .messages import Lost, Noted, Raised
+from .plan import (
+    Options,
+    Plan,
+    StartMethod,
+    check_call,
+    make_plan,
+    num_restarts,
+    refuse_collisions,
+    settled_by_torchrun,
+)
 from .report import report, stack_text
-from .state import RunState, new_state
+from .state import RunState, fold, new_state
 from .texts import Text, Texts
 from .world import World, is_under_torchrun, is_worker
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matplotlib.figure import Figure
 
 Watcher = Callable[["Run"], None]
@@ -80,7 +90,9 @@ def launch(
     them in the function for a run that can be repeated.
 
     Under torchrun the same script runs unchanged: no process is started, the function runs in this one, as the rank
-    that torchrun has made of it, to its end; exceptions pass through, and `result()` is this rank's own value.
+    that torchrun has made of it, to its end; exceptions pass through, and `result()` is this rank's own value. The
+    variables DDPNB_RUN_DIR and DDPNB_RESUME ("1", "0" or a path) then stand in for options that were not given, and
+    processes that torchrun starts again after a failure go on from the newest checkpoint in run_dir.
 
     Args:
         function: what every rank calls.
@@ -90,8 +102,14 @@ def launch(
         backend: of the process group. "auto": nccl where every worker has a GPU, else gloo. None: make no group, the
             function makes its own.
         start_method: how processes are made. "auto": forkserver on Linux, spawn elsewhere.
-        run_dir: a folder for the run's checkpoints; comes with a later version.
-        resume: from a checkpoint; comes with a later version.
+        run_dir: a folder in which each run gets one of its own, named after time and function, with what it was
+            launched with, what it logged and printed, and its checkpoints: `ddpnb.open_run` reads it. None: nothing is
+            written. On several nodes node 0 keeps all but the checkpoints, and every node must reach the folder under
+            the same path to save.
+        resume: what to go on from, in a new folder; nothing of an earlier run is touched. True: from the newest whole
+            checkpoint in run_dir, newest run first; a fresh start where there is none. A path: from that checkpoint, or
+            the newest of that run; the new run's folder is beside that one if there is no run_dir. The curve goes on
+            where it was. False: a fresh start.
         view: the live view under the cell. None: if a front end may be there. True: in any case. False: none.
         timeout: seconds that a collective may take before it raises, and that the nodes have to come.
         stop_timeout: seconds that ranks which have been told to stop may take to finish their step and return.
@@ -111,7 +129,9 @@ def launch(
         TypeError: an option or argument of the wrong type, or arguments that do not fit the function.
         ValueError: an option with a value that cannot be.
         UnpicklableError: the function, or something it needs, cannot travel to the workers.
-        LaunchError: node 0 cannot listen at master_addr:master_port.
+        FileNotFoundError: there is nothing at the path to resume from.
+        LaunchError: node 0 cannot listen at master_addr:master_port; no folder can be made in run_dir; or the run to go
+            on from is still being trained.
 
     Source: the words are torchrun's and `torch.multiprocessing.start_processes`'s.
     """
@@ -138,9 +158,8 @@ class Launcher(Options):
         check_call(function, args, kwargs)
         if is_under_torchrun():
             place = World.from_environment(os.environ)
-            return self._call_in_place(
-                make_plan(settled_by_torchrun(self, place), function), place, function, args, kwargs
-            )
+            settled = settled_by_torchrun(self, place)
+            return settled._call_in_place(make_plan(settled, function), place, function, args, kwargs)
         plan = make_plan(self, function)
         if self.nproc_per_node == 0:
             return self._call_in_place(plan, None, function, args, kwargs)
@@ -149,16 +168,38 @@ class Launcher(Options):
         # As if all nodes had as many ranks as this one: when they have met it is known.
         ranks = range(plan.node_rank * here, (plan.node_rank + 1) * here)
         state = new_state(plan.name, nnodes * here, backend=plan.backend, started=now, cells=parcel.cells, here=ranks)
-        run = Run(state)
-        run._supervisor = Supervisor(plan, parcel, state, run._changed)
-        for attach in on_launch:
-            attach(run, self.view)
+        home, state = self._make_folder(plan, state, function, args, kwargs)
+        with ExitStack() as until_started:
+            if home is not None:
+                until_started.callback(home.discard)
+            run = Run(state)
+            run._supervisor = Supervisor(plan, parcel, state, run._changed, home)
+            for attach in on_launch:
+                attach(run, self.view)
+            until_started.pop_all()
         try:
             run._supervisor.start()
         except BaseException:
             run.kill()  # an interrupt that comes right here leaves nobody who could
             raise
         return run
+
+    def _make_folder(
+        self, plan: Plan, state: RunState, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[Folder | None, RunState]:
+        """The run's folder, if it is to have one, and the state that knows of it. Rank 0's kernel has it for all."""
+        run_dir = candidates.run_dir_of(self) if state.ranks[0].rank == 0 else None
+        if run_dir is None:
+            return None, state
+        is_restart = is_under_torchrun() and num_restarts() != "0"
+        found = candidates.find(run_dir, self.resume, is_restart=is_restart)
+        arguments = folder.arguments_of(function, args, kwargs)
+        home = folder.make(run_dir, self, plan, state, function, arguments, tuple(found))
+        state = replace(state, folder=str(home.path))
+        if not found and (self.resume or is_restart):
+            text = f"nothing to resume from in {words.path(run_dir)}: a fresh start"
+            state = fold(state, Noted(time=state.started, text=text))
+        return home, state
 
     def _call_in_place(
         self, plan: Plan, place: World | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -168,10 +209,15 @@ class Launcher(Options):
         rank, world_size = (place.rank, place.world_size) if place else (0, 1)
         now = time.monotonic()
         state = new_state(plan.name, world_size, backend=plan.backend, started=now, here=range(rank, rank + 1))
-        run = Run(state)
-        for attach in on_launch:
-            attach(run, self.view if rank == 0 else False)  # one text for all ranks' terminal
-        run._call_in_place(plan, place, function, args, kwargs)
+        home, state = self._make_folder(plan, state, function, args, kwargs)
+        with ExitStack() as until_started:
+            if home is not None:
+                until_started.callback(home.discard)
+            run = Run(state)
+            for attach in on_launch:
+                attach(run, self.view if rank == 0 else False)  # one text for all ranks' terminal
+            until_started.pop_all()
+        run._call_in_place(plan, place, function, args, kwargs, home)
         return run
 
 
@@ -214,8 +260,8 @@ class Run:
 
     @property
     def dir(self) -> Path | None:
-        """The run's folder; None: nothing is written."""
-        return None
+        """The run's folder, absolute; None: nothing is written, or another process has it."""
+        return None if self._state.folder is None else Path(self._state.folder)
 
     @property
     def history(self) -> History:
@@ -267,6 +313,11 @@ class Run:
         return figure(self._state)
 
     # ---- waiting
+
+    @property
+    def is_live(self) -> bool:
+        """Whether more will be known of it: it goes on, and this kernel hears of it."""
+        return self.running()
 
     def done(self) -> bool:
         """Whether the run has ended, in whatever way; no worker lives then."""
@@ -359,7 +410,7 @@ class Run:
         """Ask the workers to end; returns at once.
 
         A function that asks `ddpnb.should_stop()` is told at the same step on all ranks, and its value is kept. One
-        that never asks is ended after a moment, and there is no value.
+        that never asks is ended after a moment, and there is no value. A `Loop` of a run with a run_dir saves before.
         """
         self._ask("stop")
 
@@ -376,8 +427,22 @@ class Run:
         raise NotImplementedError("run.unpause() comes with a later version of ddpnb")
 
     def save(self) -> None:
-        """Comes with a later version."""
-        raise NotImplementedError("run.save() comes with a later version of ddpnb")
+        """Have the function's `Loop` save a checkpoint at its next step; returns at once, `state.saved` tells of it.
+
+        Raises:
+            ValueError: the run has no folder.
+            RuntimeError: there is nobody to ask: the run has ended, or is not this kernel's.
+        """
+        if self._state.folder is None:
+            raise ValueError(
+                f"{self.name} has no folder to save in: launch(…, run_dir='runs/digits') gives it one (on several "
+                "nodes node 0 has it, and saves for all)"
+            )
+        if self._supervisor is None:
+            raise RuntimeError(f"{self.name} runs in the kernel itself, which is busy with it: nobody can be asked")
+        if self.done():
+            raise RuntimeError(f"{self.name} has ended: {summary.status(self._state)}")
+        self._supervisor.ask("save")
 
     def set(self, **settings: Any) -> None:
         """Comes with a later version."""
@@ -392,7 +457,7 @@ class Run:
         """One stable line; once the run has ended its figure too."""
         bundle: dict[str, Any] = {"text/plain": repr(self)}
         metadata: dict[str, Any] = {}
-        if self.done() and self._state.history:
+        if not self.is_live and self._state.history:
             from .draw.figure import display_metadata, png
 
             picture = bundle["image/png"] = png(self._state)
@@ -420,11 +485,17 @@ class Run:
             self._supervisor.ask(how)
 
     def _call_in_place(
-        self, plan: Plan, place: World | None, function: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        plan: Plan,
+        place: World | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        home: Folder | None,
     ) -> None:
         __tracebackhide__ = True
         try:
-            self._value_in_place = inplace.run(plan, place, function, args, kwargs, self._state, self._changed)
+            self._value_in_place = inplace.run(plan, place, function, args, kwargs, self._state, self._changed, home)
         finally:
             self._finish()
 
@@ -503,6 +574,69 @@ class Run:
             where = "" if len(here) == self.world_size else " here"
             raise IndexError(f"there is no rank {rank}{where}; ranks{where} are {here[0]} … {here[-1]}")
         return rank
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """A run from its folder: finished, interrupted, or still going on in another kernel.
+
+        run = ddpnb.open_run("runs/digits")     # the newest run there
+        run.plot()
+        run.history["loss"]
+
+    The run has `state`, `history`, `plot()`, `output()`, `to_pandas()`, `dir` and `name`, and shows itself as a cell's
+    value. Returned values are not kept in the folder; the model is in its checkpoints. Of a run that goes on it is a
+    snapshot. Nothing is executed, and no pickle is read.
+
+    Args:
+        path: a run's own folder, or a run_dir, of which the newest run is opened.
+
+    Raises:
+        FileNotFoundError: there is no run.
+        ValueError: the folder is damaged, or was written by a newer ddpnb.
+    """
+    return _RecordedRun(recording.read_state(recording.find(path)))
+
+
+class _RecordedRun(Run):
+    """A run that its folder tells of. Nobody can be asked and nothing is waited for: it never changes."""
+
+    def __init__(self, state: RunState) -> None:
+        super().__init__(state)
+        self._has_ended.set()  # for whoever waits: no more is to come
+
+    @property
+    def is_live(self) -> bool:
+        return False
+
+    def done(self) -> bool:
+        return self._state.ended is not None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.done()
+
+    def exception(self, timeout: float | None = None) -> Exception:
+        return self._error() or RuntimeError(
+            f"{self.name} was opened from its folder, {words.path(self._state.folder or '')}: returned values are not "
+            "kept there. Its model is in its checkpoints."
+        )
+
+    def result(self, timeout: float | None = None) -> NoReturn:
+        raise self.exception()
+
+    def results(self, timeout: float | None = None) -> NoReturn:
+        raise self.exception()
+
+    def add_done_callback(self, callback: Callable[[Run], object]) -> None:
+        callback(self)
+
+    def save(self) -> NoReturn:
+        self._refuse("save")
+
+    def _ask(self, how: Literal["stop", "kill"]) -> NoReturn:
+        self._refuse(how)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(f"run.{what}(): {self.name} was opened from its folder, it is not this kernel's run")
 
 
 async def _keep_turning() -> None:

@@ -19,6 +19,7 @@ from .messages import (
     Asked,
     Ended,
     Exited,
+    Interrupted,
     Lost,
     Met,
     Metrics,
@@ -29,14 +30,17 @@ from .messages import (
     Progress,
     Raised,
     RankMessage,
+    Recalled,
+    Resumed,
     Returned,
+    Saved,
     Stack,
     Started,
     Stopping,
 )
 from .series import Series
 
-Status = Literal["starting", "running", "stopping", "finished", "failed", "stopped", "killed"]
+Status = Literal["starting", "running", "stopping", "finished", "failed", "stopped", "killed", "interrupted"]
 
 OUTPUT_LIMIT = 1_000_000
 """Characters of output kept per rank; the oldest go first, and it is said."""
@@ -136,10 +140,18 @@ class RunState:
     """Monotonic time of the launch."""
     ended: float | None = None
     """Monotonic time at which nothing was left; None while something is."""
+    interrupted: bool = False
+    """Its kernel ended before it did: what is known was read from its folder."""
+    folder: str | None = None
+    """The run's folder, absolute; None: nothing is written."""
     asked: Literal["stop", "kill"] | None = None
     """What the kernel has asked of the workers."""
     lost: tuple[Lost, ...] = ()
     """Other nodes that have failed or gone."""
+    saved: Saved | None = None
+    """The last checkpoint; None before the first."""
+    resumed: Resumed | None = None
+    """What the run goes on from; None where it began afresh."""
     notes: tuple[str, ...] = ()
     problem: str | None = None
     """Why the run could not be launched or followed."""
@@ -155,6 +167,8 @@ class RunState:
             return "starting" if any(rank.phase in _BEFORE_THE_FUNCTION for rank in self.ranks) else "running"
         if self.first_failure or self.problem:
             return "failed"
+        if self.interrupted:
+            return "interrupted"
         if all(rank.returned for rank in self.ranks):
             return "finished"
         return "killed" if self.asked == "kill" else "stopped"
@@ -196,14 +210,23 @@ def new_state(
     started: float,
     cells: Mapping[str, str] | None = None,
     here: range | None = None,
+    folder: str | None = None,
 ) -> RunState:
     """The state before any message.
 
     Args:
         here: global ranks of this node; None: all are.
+        folder: of the run, absolute; None: nothing is written.
     """
-    ranks = tuple(RankState(rank=rank) for rank in here or range(world_size))
-    return RunState(name=name, world_size=world_size, backend=backend, ranks=ranks, started=started, cells=cells or {})
+    return RunState(
+        name=name,
+        world_size=world_size,
+        backend=backend,
+        ranks=tuple(RankState(rank=rank) for rank in here or range(world_size)),
+        started=started,
+        cells=cells or {},
+        folder=folder,
+    )
 
 
 def fold(state: RunState, message: AnyMessage) -> RunState:
@@ -221,11 +244,19 @@ def fold(state: RunState, message: AnyMessage) -> RunState:
             series = state.history.setdefault(message.name, {}).setdefault(message.rank, Series())
             series.extend(message.steps, message.values, message.times)
             return state
+        case Recalled():
+            ranks = state.history.setdefault(message.name, {})
+            ranks[message.rank] = _before(message, ranks.get(message.rank))
+            return state
         case Progress():
             outer = state.rank(message.rank).progress[: message.depth]
             return _with_rank(state, message, progress=(*outer, message))
         case Stopping():
             return _with_rank(state, message, stopping=message)
+        case Saved():
+            return replace(state, saved=message)
+        case Resumed():
+            return replace(state, resumed=message)
         case Returned():
             return _with_rank(state, message, returned=message)
         case Raised():
@@ -246,8 +277,20 @@ def fold(state: RunState, message: AnyMessage) -> RunState:
             return replace(state, notes=(*state.notes, message.text))
         case Ended():
             return replace(state, ended=message.time, problem=message.problem)
+        case Interrupted():
+            return replace(state, ended=message.time, interrupted=True)
         case _:
             assert_never(message)
+
+
+def _before(recalled: Recalled, own: Series | None) -> Series:
+    """A series with what was recalled, and then its own points, of which there are few when that comes."""
+    longer = Series()
+    longer.extend(recalled.steps, recalled.values, recalled.times)
+    if own is not None:
+        steps, values, times = own.columns()
+        longer.extend(steps.tobytes(), values.tobytes(), times.tobytes())
+    return longer
 
 
 def failures(state: RunState) -> list[Failure]:

@@ -12,12 +12,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
-import fcntl
 import gc
 import multiprocessing
 import multiprocessing.process
 import os
-import select
 import signal
 import sys
 import sysconfig
@@ -29,6 +27,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from io import TextIOWrapper
 from multiprocessing import reduction
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -36,12 +35,12 @@ from . import payload
 from .agreement import Page
 from .channel import Outbox
 from .context import Session, peak_bytes
+from .lifeline import Lifeline
 from .messages import Phase, PhaseName, Raised, Returned, Started
 from .names import name_process, prctl, worker_name
 from .world import World
 
 _PR_SET_PDEATHSIG = 1
-_F_SETSIG = 10  # Linux; Python's fcntl has no name for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +61,8 @@ class Descriptors:
     """Read end of a pipe that nobody writes to and only the kernel holds: its end is the kernel's."""
     listener: int | None
     """The store's listening socket, on rank 0."""
+    lock: int | None
+    """The run folder's lock, held as long as this is open anywhere; None for a run without a folder."""
 
     def __reduce__(self) -> Any:
         opened = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -93,6 +94,12 @@ class Seat:
     """For multiprocessing's own sockets; the kernel removes it."""
     kernel_pid: int
     descriptors: Descriptors
+    run_dir: str | None = None
+    """The run's own folder, absolute; None: nothing is written."""
+    candidates: tuple[str, ...] = ()
+    """Checkpoints to resume from, absolute, the one to prefer first; empty: a fresh start."""
+    arguments: str = "{}"
+    """The function's arguments as the run's folder has them, a JSON object."""
 
 
 def main(index: int, seat: Seat) -> NoReturn:
@@ -125,7 +132,7 @@ class _Worker:
         """From the first instruction to the last."""
         seat = self.seat
         _leave_the_kernels_group()
-        _hold_lifeline(seat.descriptors.lifeline)
+        lifeline = Lifeline(seat.descriptors.lifeline)
         _redirect_output(seat.descriptors.output, seat.descriptors.stacks)
         name_process(worker_name(seat.kernel_pid, self.rank))
         _take_environment(seat.environment | seat.world.environment())
@@ -137,7 +144,17 @@ class _Worker:
         with ExitStack() as until_reported:
             try:
                 page = Page(seat.descriptors.page, seat.world.local_world_size)
-                until_reported.enter_context(Session(seat.world, seat.device, self.outbox.send, page))
+                session = Session(
+                    seat.world,
+                    seat.device,
+                    self.outbox.send,
+                    page,
+                    folder=None if seat.run_dir is None else Path(seat.run_dir),
+                    candidates=tuple(map(Path, seat.candidates)),
+                    arguments=seat.arguments,
+                    lifeline=lifeline,
+                )
+                until_reported.enter_context(session)
                 page.note_memory(seat.world.local_rank, peak_bytes())
                 _set_threads(seat.threads)
                 _seed_anew()
@@ -245,27 +262,6 @@ def _leave_the_kernels_group() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The launcher blocks SIGINT while it starts us, so that none could arrive before this line.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-
-
-def _hold_lifeline(lifeline: int) -> None:
-    """End with the kernel, whatever ends it: this process and all that it started."""
-    if sys.platform == "linux":
-        # The operating system signals the whole group as the pipe ends, even in a C call that holds the GIL.
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
-        flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
-        watch = select.poll()
-        watch.register(lifeline, select.POLLIN)
-        if watch.poll(0):  # it ended before we asked
-            os.killpg(0, signal.SIGKILL)
-    else:
-        threading.Thread(target=_die_at_end_of, args=(lifeline,), name="ddpnb-lifeline", daemon=True).start()
-
-
-def _die_at_end_of(lifeline: int) -> None:
-    os.read(lifeline, 1)
-    os.killpg(0, signal.SIGKILL)
 
 
 def _redirect_output(output: int, stacks: int) -> None:

@@ -61,7 +61,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"threads_per_worker": 0}, ValueError, "threads_per_worker=0 is below 1"),
     ({"env": {"A": 1}}, TypeError, "names and values of environment variables are str"),
     ({"name": 7}, TypeError, "name=7 is not a str"),
-    ({"run_dir": "runs"}, NotImplementedError, "run_dir: comes with a later version of ddpnb; leave it out"),
+    ({"run_dir": 7}, TypeError, "run_dir=7 is not a path: it is a folder's path, or None"),
     ({"nnodes": 0}, ValueError, "nnodes=0 is below 1: it is the number of nodes"),
     ({"nnodes": "two"}, TypeError, "nnodes='two' is not an int"),
     ({"nnodes": 2}, ValueError, "nnodes=2 needs master_addr, an address of node 0 that every node reaches"),

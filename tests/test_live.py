@@ -33,6 +33,10 @@ class PlayedRun:
         self.finishers: list[Callable[[Any], None]] = []
         self.state: RunState = folded(num_ranks, name=name)
 
+    @property
+    def is_live(self) -> bool:
+        return self.state.ended is None
+
     def say(self, *messages: AnyMessage) -> None:
         for message in messages:
             self.state = fold(self.state, message)

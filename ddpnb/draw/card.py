@@ -59,6 +59,7 @@ _STYLE = "".join(
         ".ddpnb b{font-weight:600;margin-right:9px;font-size:14px}",
         ".ddpnb i{display:inline-block;width:9px;height:9px;border-radius:50%;margin-right:8px}",
         ".ddpnb .soft,.ddpnb .wait{color:var(--ddpnb-soft)}",
+        ".ddpnb .soft{overflow-wrap:anywhere}",
         ".ddpnb .wait{padding:56px 0;text-align:center}",
         ".ddpnb .bar{height:6px;margin:8px 0 6px;border-radius:3px;background:var(--ddpnb-well);overflow:hidden}",
         ".ddpnb .bar div{height:100%;border-radius:3px}",
@@ -80,6 +81,7 @@ _HUES = {
     "failed": "bad",
     "stopped": "off",
     "killed": "off",
+    "interrupted": "off",
 }
 
 
@@ -98,7 +100,7 @@ def card(state: RunState, now: float, *, picture: bytes | None = None) -> str:
         if picture
         else [*_head(state, now), *_curve(state, shown, now), *_values(state, shown)]
     )
-    return _framed([*top, *_output(state), *_notes(state), *_failure(state)])
+    return _framed([*top, *_kept(state), *_output(state), *_notes(state), *_failure(state)])
 
 
 def trouble(label: str, text: str) -> str:
@@ -157,6 +159,12 @@ def _values(state: RunState, shown: Curve | None) -> Iterable[str]:
     bad = summary.bad_values(shown) if shown else None
     if shown and bad:
         yield f'<div style="color:var(--ddpnb-bad)">{escape(shown.name)}: {bad}</div>'
+
+
+def _kept(state: RunState) -> Iterable[str]:
+    words = summary.kept(state)
+    if words:
+        yield f'<div class="soft">{escape(" · ".join(words))}</div>'
 
 
 def _output(state: RunState) -> Iterable[str]:

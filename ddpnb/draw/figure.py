@@ -116,7 +116,8 @@ def _curves(state: RunState) -> list[Curve]:
 
 def _head(drawn: Figure, state: RunState, now: float) -> None:
     failed = state.first_failure or state.problem
-    words = " · ".join([summary.status(state), *summary.place(state), *summary.facts(state, now)])
+    resumed = [] if state.resumed is None else [f"resumed from step {state.resumed.step:,}"]
+    words = " · ".join([summary.status(state), *summary.place(state), *resumed, *summary.facts(state, now)])
     name, status = _below_top(drawn, 0.08), _below_top(drawn, 0.3)
     drawn.text(0.012, name, cut(state.name, 60), size=10, weight="bold", color=_INK, va="top", parse_math=False)
     drawn.text(0.012, status, cut(words, 120), size=7.5, color=_BAD if failed else _SOFT, va="top", parse_math=False)

@@ -17,7 +17,7 @@ from ..report import report
 from ..series import Series
 from ..state import RankState, RunState
 from .curves import Curve, mean
-from .words import count, cut, duration, number, rate
+from .words import count, cut, duration, number, path, rate
 
 _RATE_POINTS = 200
 """Newest points that the speed is measured over."""
@@ -46,6 +46,8 @@ def status(state: RunState) -> str:
         return f"failed on rank {state.first_failure.rank}"
     if state.status == "finished" and state.asked:
         return "stopped early, value kept"
+    if state.status == "interrupted":
+        return "interrupted: its kernel ended"
     return state.status
 
 
@@ -53,6 +55,14 @@ def place(state: RunState) -> list[str]:
     """Where the run computes: ["4 ranks", "gloo", "cpu"]."""
     kinds = sorted({rank.device.partition(":")[0] for rank in state.ranks if rank.device})
     return [count(state.world_size, "rank"), *filter(None, [state.backend]), *kinds]
+
+
+def kept(state: RunState) -> list[str]:
+    """What lasts: ["resumed from step 96", "saved at step 120 in runs/digits/…/checkpoints/step-00000120"]."""
+    words = [] if state.resumed is None else [f"resumed from step {state.resumed.step:,}"]
+    if state.saved is not None:
+        return [*words, f"saved at step {state.saved.step:,} in {path(state.saved.path)}"]
+    return words if state.folder is None else [*words, f"folder {path(state.folder)}"]
 
 
 def elapsed(state: RunState, now: float) -> float:

@@ -34,6 +34,7 @@ def text_card(state: RunState, now: float) -> str:
     ● train  running · 2 ranks · gloo · cpu
     ██████████████░░░░░░░░░░░░░░░░░░░░░░░░░░  epoch 2/5 · step 340/900 · 0:14 elapsed
     ▇▆▅▄▄▃▃▂▂▂▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁  loss 2.37 → 0.217
+    saved at step 300 in runs/digits/2026-11-30_14-05-12_train/checkpoints/step-00000300
     0│ epoch 1 accuracy 0.912
     """
     done = summary.fraction(state)
@@ -44,6 +45,8 @@ def text_card(state: RunState, now: float) -> str:
     rows += _curve(state, name) if name else []
     others = summary.values(state, but=name)
     rows += [" · ".join(others)] if others else []
+    kept = summary.kept(state)
+    rows += [" · ".join(kept)] if kept else []
     rows += [f"{rank}│ {text}" for rank, text in summary.last_lines(state, 8).lines]
     rows += [f"note: {note}" for note in state.notes]
     failure = summary.failure(state)

@@ -4,12 +4,14 @@
     number(0.23)        '0.230'
     rate(0.4, "step")   '2.5 s/step'
     count(1, "rank")    '1 rank'
+    path("/home/me/runs/digits")    'runs/digits'
 
 Runs in: kernel
 """
 
 from __future__ import annotations
 
+import os
 from math import floor, isfinite, log10
 
 
@@ -49,6 +51,14 @@ def rate(per_second: float, unit: str) -> str:
 def count(number: int, noun: str) -> str:
     """A number of things, with the plural's s."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def path(absolute: str | os.PathLike[str]) -> str:
+    """A path as seen from the working directory, where that is shorter."""
+    try:
+        return min(os.path.relpath(absolute), os.fspath(absolute), key=len)
+    except OSError:  # the working directory has been removed
+        return os.fspath(absolute)
 
 
 def cut(text: str, length: int) -> str:

@@ -42,7 +42,7 @@ def show(run: Watched) -> None:
     """Show a run under the current cell, once more or for the first time."""
     if not in_notebook_kernel():
         print_card(run)
-    elif run.state.ended is None and is_frontend_there():
+    elif run.is_live and is_frontend_there():
         _show_live(run)
     else:
         Final(run).show()
@@ -66,7 +66,7 @@ class Final:
 
         self._has_widget = mimebundle is not None
         display({**(mimebundle or {}), "text/plain": self._text}, raw=True, display_id=self._display_id)  # type: ignore[no-untyped-call]
-        if self._run.state.ended is None:
+        if self._run.is_live:
             self._run.finishers.append(self._publish_at_cell_s_end)
         else:
             self.publish(self._run)

@@ -48,6 +48,10 @@ class Watched(Protocol):
     def state(self) -> RunState:
         """What is known now."""
 
+    @property
+    def is_live(self) -> bool:
+        """Whether more will be known: a run from its folder says no more, though it may go on elsewhere."""
+
 
 class View(Protocol):
     """Something that shows a run and can be drawn again."""

@@ -12,6 +12,7 @@ import time
 from typing import TextIO
 
 from .. import draw
+from ..draw import summary
 from ..draw.summary import clean
 from ..draw.words import cut
 from ..state import OutputTail
@@ -60,7 +61,7 @@ class Lines:
         text = "".join(f"{line}\n" for line in lines)
         status = draw.line(state, time.monotonic())
         if has_ended:
-            text += f"{status}\n"
+            text += "".join(f"{line}\n" for line in (status, *summary.kept(state)))
         elif self._is_tty:
             text += cut(status, shutil.get_terminal_size().columns - 1)
         self._stream.write((_ERASE_LINE if self._is_tty else "") + text)

@@ -23,6 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddpnb
+from ddpnb.train.ballot import NUM_NUMBERS
 
 from .ranks import on_ranks, refused
 
@@ -603,7 +604,7 @@ def _with_own_hook(model: nn.Module) -> nn.Module:
 
 def _interrupted_before_its_numbers_were_counted(model: nn.Module) -> nn.Module:
     wrapped: Any = ddpnb.wrap(model)
-    wrapped.ballot.put(torch.full((5,), 3.0))
+    wrapped.ballot.put(torch.full((NUM_NUMBERS,), 3.0))
     wrapped(torch.ones(2, DIM)).sum().backward()
     return wrapped  # type: ignore[no-any-return]
 

@@ -94,7 +94,7 @@ class Window:
                 "window.backward(loss) once for each batch, within `for … in window`: no batch waits for it"
             )
         check_loss(loss)
-        self._steps.backward(loss, turns.weigh(weight), turns.num_samples or 0, **turns.votes())
+        self._steps.backward(loss, turns.weigh(weight), turns.num_samples or 0, turns.votes())
         turns.is_waiting = False
         if turns.is_last:
             gradients = self._steps.gradients()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-NUM_NUMBERS = 5
+NUM_NUMBERS = 8
 """How many there are."""
 
 _NAME = "_ddpnb_ballot"

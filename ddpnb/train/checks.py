@@ -6,6 +6,7 @@ Runs in: worker (and wherever else the function is called)
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from hashlib import blake2b
 from typing import Any
@@ -17,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ..context import is_rank_zero, world_size
+from ..context import current_session, is_rank_zero, world_size
+from ..messages import Noted
 from .batchnorm import SyncBatchNorm
 from .loading import Loader
 from .precision import is_marked
@@ -131,9 +133,12 @@ def _and_others(names: list[str]) -> str:
 
 
 def warn(text: str) -> None:
-    """Warn once for all ranks, which make the same mistake, of a line of the user's function."""
+    """Warn once for all ranks, which make the same mistake, of a line of the user's function; the view shows it."""
     if is_rank_zero():
         warnings.warn_explicit(text, TrainingWarning, *_place())
+        session = current_session()
+        if session is not None:
+            session.tell(Noted(time=time.monotonic(), text=f"warning: {text}"))
 
 
 def _place() -> tuple[str, int]:

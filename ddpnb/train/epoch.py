@@ -23,21 +23,34 @@ class Epoch:
     Args:
         loader: of this rank.
         accumulate: micro-batches in a window.
-        num_batches: of the rank that has most; None: not known, then ranks ask each other after each window.
+        num_batches: of the rank that has most, in a whole epoch; None: not known, then ranks ask each other after each
+            window.
         is_joint: other ranks wait for this one's gradients.
+        num_taken: micro-batches that were handed out before the run was interrupted in this epoch. Our own loader
+            begins behind them; any other has to go through them.
     """
 
-    def __init__(self, loader: Iterable[Any], accumulate: int, num_batches: int | None, is_joint: bool) -> None:
+    def __init__(
+        self, loader: Iterable[Any], accumulate: int, num_batches: int | None, is_joint: bool, num_taken: int = 0
+    ) -> None:
         self._loader = loader
         self._batches: Iterator[Any] = iter(loader)
         self._accumulate = accumulate
         self._num_batches = num_batches
         self._is_joint = is_joint
-        self._num_taken = 0
+        self._begin = self.num_taken = num_taken
+        """Micro-batches handed out in this epoch."""
+        if isinstance(loader, Loader):
+            if num_batches is not None:
+                self._num_batches = num_taken + loader.batches_left()
+        else:
+            for _ in range(num_taken):
+                next(self._batches, _NOTHING)
         self._template: Any = _NOTHING
         self.num_samples: int | None = None
         """Of the micro-batch taken last; None where it holds no tensor to count by."""
         self._ahead: tuple[Any, int | None] = (_NOTHING, None)
+        self._place = place_of(loader)
         if num_batches is None:
             self._ahead = self._fetch()
             is_empty = self._ahead[0] is _NOTHING
@@ -45,20 +58,30 @@ class Epoch:
 
     @property
     def is_first(self) -> bool:
-        """Whether the micro-batch taken last is the first."""
-        return self._num_taken == 1
+        """Whether the micro-batch taken last is the first of this pass."""
+        return self.num_taken == self._begin + 1
+
+    @property
+    def place(self) -> dict[str, int] | None:
+        """The loader's position behind the micro-batch taken last; None for a loader that has none."""
+        return self._place if self._num_batches is None else place_of(self._loader)
+
+    @property
+    def num_left(self) -> int | None:
+        """Micro-batches that are left; None where that is not known."""
+        return None if self._num_batches is None else self._num_batches - self.num_taken
 
     @property
     def has_more(self) -> bool:
         """Whether another window comes, as far as this rank knows."""
         if self._num_batches is not None:
-            return self._num_taken < self._num_batches
+            return self.num_taken < self._num_batches
         return self._ahead[0] is not _NOTHING
 
     @property
     def is_last(self) -> bool:
         """Whether the micro-batch taken last is its window's last."""
-        if self._num_taken % self._accumulate == 0:
+        if self.num_taken % self._accumulate == 0:
             return True
         # Where ranks do not know each other's number, a window is always full: one may still have a batch.
         return not self.has_more and not (self._is_joint and self._num_batches is None)
@@ -66,10 +89,11 @@ class Epoch:
     def take(self) -> Any:
         """The next micro-batch."""
         if self._num_batches is None:
+            self._place = place_of(self._loader)
             (batch, self.num_samples), self._ahead = self._ahead, self._fetch()
         else:
             batch, self.num_samples = self._fetch()
-        self._num_taken += 1
+        self.num_taken += 1
         if batch is _NOTHING:
             if self._template is _NOTHING:
                 refuse_empty([True])  # its length had promised some
@@ -82,6 +106,11 @@ class Epoch:
         """The loader's next batch and its samples, which our own loader knows whatever the batch is made of."""
         batch = next(self._batches, _NOTHING)
         return batch, self._loader.local_samples if isinstance(self._loader, Loader) else num_samples(batch)
+
+
+def place_of(loader: object) -> dict[str, int] | None:
+    """The loader's own position; None for one that has none."""
+    return loader.state_dict() if isinstance(loader, Loader) else None
 
 
 def num_batches_of_all(loader: Any, is_joint: bool) -> int | None:

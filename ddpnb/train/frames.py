@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,46 +126,72 @@ def _by_rank(words: Sequence[str]) -> str:
 # ---- values
 
 
-def encoded(value: Any, path: str, parts: list[Tensor]) -> Any:
-    """The value as JSON, in which a container or tensor is an object of one key; appends the tensors' bytes."""
+def encoded(value: Any, path: str, put: Callable[[Tensor], Any]) -> Any:
+    """The value as JSON, in which a container or tensor is an object of one key.
+
+    Args:
+        value: numbers, tensors, strings, None, and dicts, lists and tuples of them.
+        path: what it is called.
+        put: takes each tensor, a dense one; returns the JSON by which `decoded` finds it again.
+    """
     plain = value.item() if isinstance(value, np.generic) else value
     match plain:
         case None | bool() | int() | float() | str():
             return plain
         case dict():
-            return {"dict": [[key, encoded(item, below(path, key), parts)] for key, item in plain.items()]}
+            return {"dict": [[key, encoded(item, below(path, key), put)] for key, item in plain.items()]}
         case list() | tuple():
-            items = [encoded(item, below(path, index), parts) for index, item in enumerate(plain)]
+            items = [encoded(item, below(path, index), put) for index, item in enumerate(plain)]
             return {"list" if isinstance(plain, list) else "tuple": items}
         case Tensor():
-            parts.append(_raw(dense(plain, path)))
-            return {"tensor": [dtype_name(plain.dtype), list(plain.shape), plain.device.type]}
+            return {"tensor": put(dense(plain, path))}
     raise TypeError(
-        f"{path} is of type {type(value).__name__}: "
-        "what can be gathered are numbers, tensors, strings, None, and dicts, lists and tuples of them"
+        f"{path} is of type {type(value).__name__}: what can go elsewhere are numbers, tensors, strings, None, and "
+        "dicts, lists and tuples of them"
     )
+
+
+def decoded(spec: Any, get: Callable[[Any], Tensor]) -> Any:
+    """The value again; `get` finds a tensor by what `put` returned for it."""
+    match spec:
+        case {"dict": pairs}:
+            return {key: decoded(item, get) for key, item in pairs}
+        case {"list": items}:
+            return [decoded(item, get) for item in items]
+        case {"tuple": items}:
+            return tuple(decoded(item, get) for item in items)
+        case {"tensor": place}:
+            return get(place)
+        case _:
+            return spec
+
+
+def packed(value: Any, parts: list[Tensor]) -> Any:
+    """The value as `encoded` has it; appends the tensors' bytes to `parts`."""
+
+    def put(tensor: Tensor) -> Any:
+        parts.append(_raw(tensor))
+        return [dtype_name(tensor.dtype), list(tensor.shape), tensor.device.type]
+
+    return encoded(value, "value", put)
+
+
+def unpacked(spec: Any, parts: Sequence[Tensor]) -> Any:
+    """The value again, from the tensors' bytes in the order in which they were appended."""
+    rest = iter(parts)
+
+    def get(place: tuple[str, list[int], str]) -> Tensor:
+        dtype, shape, kind = place
+        # In memory of its own: a part starts anywhere among the bytes, an element at a multiple of its size.
+        tensor = next(rest).clone().view(getattr(torch, dtype)).reshape(shape)
+        return tensor if kind == "cpu" else tensor.to(device())
+
+    return decoded(spec, get)
 
 
 def _raw(tensor: Tensor) -> Tensor:
     """Its elements as bytes in main memory, in row-major order."""
     return tensor.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
-
-
-def decoded(spec: Any, parts: Iterator[Tensor]) -> Any:
-    """The value again; tensors' bytes are taken in the order in which they were appended."""
-    match spec:
-        case {"dict": pairs}:
-            return {key: decoded(item, parts) for key, item in pairs}
-        case {"list": items}:
-            return [decoded(item, parts) for item in items]
-        case {"tuple": items}:
-            return tuple(decoded(item, parts) for item in items)
-        case {"tensor": [dtype, shape, kind]}:
-            # In memory of its own: a part starts anywhere among the bytes, an element at a multiple of its size.
-            tensor = next(parts).clone().view(getattr(torch, dtype)).reshape(shape)
-            return tensor if kind == "cpu" else tensor.to(device())
-        case _:
-            return spec
 
 
 def below(path: str, key: object) -> str:

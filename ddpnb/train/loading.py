@@ -33,7 +33,7 @@ from torch.utils.data import (
 from ..context import device
 from ..world import World
 from .membership import join
-from .sampling import GlobalBatchSampler, Place, Request, generators_kept, hashed, seed_generators
+from .sampling import Cut, GlobalBatchSampler, Place, Request, generators_kept, hashed, seed_generators
 
 Collate = Callable[[list[Any]], Any]
 Parcel = tuple[int, int, Any]
@@ -96,7 +96,8 @@ def loader(
     of DataLoader workers and of ranks. A generator that the dataset holds itself is not seen; a dataset's own
     `__getitems__` is not called, since what it draws would depend on the batch. It costs about 15 µs per sample and
     0.15 ms per batch; nothing for a TensorDataset (also in Subset and ConcatDataset), which draws none, and with
-    `seed_samples=False`, which leaves the generators alone and calls `__getitems__` where there is one.
+    `seed_samples=False`, which leaves the generators alone and calls `__getitems__` where there is one. A
+    `Loop(exact=True)` has them seeded for each shard in any case.
 
     **An IterableDataset** is read by every rank and every DataLoader worker from beginning to end; each keeps the items
     at its places, and all that was said above holds. It must not shard itself, and what it shuffles, it shuffles alike
@@ -211,17 +212,39 @@ class Loader(DataLoader[Any]):
         """Samples of this epoch that all ranks together have been handed, with the last batch; repeated ones count."""
         return self._place.samples
 
+    @property
+    def seed(self) -> int:
+        """Of the order and of the samples' random numbers."""
+        return self._place.seed
+
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch; all ranks have equally many."""
         return self._feed.batches_after(0)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> _Iteration:  # type: ignore[override]
         """Hand out the batches of the next epoch, or of what is left of a loaded one."""
+        return self._begin(None)
+
+    def in_shards(self, cut: Cut) -> _Iteration:
+        """The next epoch, or what is left of it, shard by shard; of a dataset with indices only.
+
+        Of each global batch this rank is handed those of its shards that have samples, in order, or one batch without
+        samples where it has none. The position moves by the whole global batch with the first of them.
+        """
+        return self._begin(cut)
+
+    def _begin(self, cut: Cut | None) -> _Iteration:
+        if isinstance(self._feed, GlobalBatchSampler):
+            self._feed.cut = cut
         self._place, self._is_over = self._next, False
         self._next = _epoch_after(self._place)
         self._num_iterations += 1
         self._feed.place = self._place
         return _Iteration(self, super().__iter__())
+
+    def batches_left(self) -> int:
+        """Batches of this rank that are left of the epoch under way; all ranks have equally many."""
+        return self._feed.batches_after(self._place.samples)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch: from its beginning, or from where a loaded state left it."""
@@ -318,11 +341,15 @@ class _Samples(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __getitems__(self, request: Request) -> Parcel:
-        if not self.seeded:
+        if not self.seeded and request.shard is None:
             return _parcel(self._plain_samples(request.indices), request.size, request.stop, self.collate)
+        # A shard's numbers are the same whoever loads it; those of a rank's part are its own.
+        part = self.rank if request.shard is None else request.shard
         with generators_kept():
-            samples = self._seeded_samples(request)
-            seed_generators(request.seed, request.epoch, request.stop, self.rank)
+            samples = self._seeded_samples(request) if self.seeded else None
+            seed_generators(request.seed, request.epoch, request.stop, part)
+            if samples is None:
+                samples = self._plain_samples(request.indices)
             return _parcel(samples, request.size, request.stop, self.collate)
 
     def _seeded_samples(self, request: Request) -> list[Any]:

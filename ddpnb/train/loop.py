@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,15 @@ from torch.optim import Optimizer
 
 from ..context import current_session, device, log, progress, should_stop
 from . import checks as mistakes
-from .epoch import Epoch, batch_size, num_batches_of_all, set_epoch
+from . import objects
+from .epoch import Epoch, batch_size, num_batches_of_all, place_of, set_epoch
 from .evaluation import Values, evaluate
+from .keeping import Keeper, Position, Training, habit
 from .membership import join
 from .precision import computes_in
-from .steps import Gradients, Steps
+from .saving import Mode
+from .shards import ShardSteps
+from .steps import Gradients, Steps, Votes
 from .turns import Turns, check_loss
 
 _PACE = 0.5
@@ -61,11 +65,49 @@ class Loop:
         accumulate: micro-batches of each rank in one optimizer step; the last window of an epoch has what is left.
         scheduler: of the learning rate; stepped once per optimizer step.
         clip_norm: most that the norm of all gradients together may be. None: no limit; the norm is logged all the same.
+        checkpoint_every: where the run has a folder (`launch(…, run_dir=…)`): so many optimizer steps, "epoch", or a
+            time such as "10min". There is one at a stop and at the end in any case, always between two steps, once the
+            body of the loop is through. Its writing goes on beside the training.
+        keep: how many of the newest checkpoints stay.
+        best: name of a logged value; the checkpoint with the best stays as well.
+        mode: "min": less is better; "max".
+        state: objects of your own with `state_dict()` and `load_state_dict()`, such as an average of the weights; those
+            of rank 0 are saved, and all ranks load them.
+        exact: make the same steps, to the last bit, for any number of ranks. Each global batch, of world_size *
+            batch_size * accumulate samples, is cut into `shards` (see below).
+        shards: how many, at least as many as there are ranks; the same number for all runs that are to be compared.
         checks: warn of the classic mistakes: the same data on every rank, weights that differ, BatchNorm on few
             samples. They cost a moment at the beginning.
 
+    **Exact** (`exact=True`), a Loop ends with the same bits on 1, 2, 3 … ranks, also when it is resumed on another
+    number of them, as long as world_size * batch_size * accumulate is the same:
+
+        loader = ddpnb.loader(train_set, 96 // ddpnb.world_size(), shuffle=True)
+        loop = ddpnb.Loop(model, optimizer, loader, epochs=5, exact=True)
+
+    A global batch is dealt out in shards; the loop hands them out one by one, each rank its own, and makes the step
+    after the last. A shard is computed as if it were alone: BatchNorm normalises it by itself, and the generators of
+    torch, NumPy and Python are set anew for it from the loader's seed and its place; running statistics move on in the
+    order of the shards, gradients are added along one fixed tree. The body runs once for each shard, on some ranks more
+    often than on others: what all ranks have to do together, `evaluate` say, has its place behind `loop.epoch_done`.
+    Where an epoch's last global batch has less than two samples for each shard, some have one, and a BatchNorm over
+    vectors refuses those: drop_last=True leaves that batch out.
+
+    It costs batches of 1/shards of the global one, which a rank with many cores computes less well, since it has one
+    thread; the memory of some log2(shards) times the gradients; and no overlap of backward and communication. Needed
+    are `ddpnb.loader` over a dataset with indices, and "ddp" without static_graph, comm_hook, sync_batchnorm and
+    torch.compile. Machines of another kind, or other versions, have other last bits. It was not tried on GPUs, where
+    `torch.use_deterministic_algorithms(True)` is needed besides.
+
+    **Resumed** (`launch(…, resume=True)`), the Loop begins where the last checkpoint was made: weights, optimizer,
+    position, random numbers. On as many ranks, with the same versions and threads, it ends with the same bits as if it
+    had never been interrupted, but for comm_hook="powersgd", whose memory is not saved. On another number of ranks with
+    `ddpnb.loader`, each sample is still seen once per epoch. A plain DataLoader is gone through again up to there.
+
     Raises:
         TypeError, ValueError: an argument that cannot be.
+        CheckpointError: the checkpoint is damaged, or of another training; and, from `update` or the loop's end, one
+            could not be written. On all ranks.
     """
 
     def __init__(
@@ -78,10 +120,19 @@ class Loop:
         accumulate: int = 1,
         scheduler: Any = None,
         clip_norm: float | None = None,
+        checkpoint_every: int | str = "epoch",
+        keep: int = 3,
+        best: str | None = None,
+        mode: Mode = "min",
+        state: Sequence[Any] = (),
+        exact: bool = False,
+        shards: int = 12,
         checks: bool = True,
     ) -> None:
         _check(model, optimizer, epochs, accumulate, clip_norm)
         _check_kinds(optimizer, scheduler, loader, epochs)
+        when = habit(checkpoint_every, keep, best, mode)
+        own = objects.checked(state)
         self.epoch = 0
         """The epoch that goes on, 0 … epochs - 1."""
         self.step = 0
@@ -95,13 +146,31 @@ class Loop:
         self._world, session = join(), current_session()
         self._model, self._optimizer, self._loader, self._scheduler = model, optimizer, loader, scheduler
         self._epochs, self._accumulate, self._clip_norm, self._checks = epochs, accumulate, clip_norm, checks
-        self._steps = Steps(model, accumulate, batch_size(loader) or 1)
+        self._steps = (
+            ShardSteps(model, loader, accumulate, shards)
+            if exact
+            else Steps(model, accumulate, batch_size(loader) or 1)
+        )
         self._scaler = torch.amp.GradScaler(device().type) if computes_in(model) is torch.float16 else None
         self._turns: weakref.ref[_Turns] | None = None
         self._is_stepping = False
         self._wants_stop = self._has_stopped = False
         self._has_peers = session is not None and session.place.nnodes > 1  # other nodes, whose kernels may ask to stop
         self._meter = _Meter()
+        self._keeper = Keeper(
+            Training(
+                model=model,
+                optimizer=optimizer,
+                loader=loader,
+                objects=objects.named(scheduler, self._scaler, own),
+                shards=shards if exact else None,
+            ),
+            when,
+        )
+        self._resumed = self._keeper.load()
+        if self._resumed is not None:
+            self.epoch, self.step = self._resumed.epoch, self._resumed.step
+            self.samples, self.skipped = self._resumed.samples, self._resumed.skipped
 
     def __iter__(self) -> Iterator[Any]:
         """Begin; once. The loop is over with its last batch, a break or an exception, and leaves nothing switched."""
@@ -112,6 +181,7 @@ class Loop:
         self._steps.follow(turns)
         guard = self._optimizer.register_step_pre_hook(self._refuse_own_step)
         weakref.finalize(turns, guard.remove)
+        self._keeper.begin(turns)
         return turns
 
     def update(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
@@ -131,7 +201,7 @@ class Loop:
         weight = turns.weigh(weight)
         scaled = self._scaler.scale(loss) if self._scaler is not None else loss
         self._meter.add(loss.detach(), weight)
-        self._steps.backward(scaled, weight, turns.num_samples or 0, **turns.votes(self._votes_stop(turns.is_last)))
+        self._steps.backward(scaled, weight, turns.num_samples or 0, self._votes(turns))
         turns.answer()
 
     def skip(self) -> None:
@@ -141,7 +211,7 @@ class Loop:
             RuntimeError: there is no batch, or the model's own collectives need every rank in it.
         """
         turns = self._answered("skip()")
-        self._steps.pass_over(**turns.votes(self._votes_stop(turns.is_last)))
+        self._steps.pass_over(0, self._votes(turns))
         turns.answer()
 
     def stop(self) -> None:
@@ -170,11 +240,16 @@ class Loop:
 
     # ---- the step
 
-    def _votes_stop(self, is_last: bool) -> bool:
-        """Whether this rank wants to stop: the ranks of a node learn of it together, other nodes have to be told."""
-        if is_last and self._has_peers:
+    def _votes(self, turns: _Turns) -> Votes:
+        """What this rank says with the batch at hand, where it is its window's last.
+
+        The ranks of a node learn of a stop together; other nodes have to be told.
+        """
+        if not turns.is_last:
+            return turns.votes()
+        if self._has_peers:
             self._wants_stop = should_stop() or self._wants_stop
-        return self._wants_stop
+        return turns.votes(stop=self._wants_stop, **self._keeper.said())
 
     def _make_step(self) -> Gradients:
         """After a window's last backward."""
@@ -192,6 +267,7 @@ class Loop:
         return gradients
 
     def _step_optimizer(self, factor: float, is_finite: bool) -> None:
+        self._keeper.wait()
         self._is_stepping = True
         try:
             if self._scaler is not None:
@@ -243,10 +319,15 @@ class _Turns(Turns):
     def __init__(self, loop: Loop) -> None:
         super().__init__("loop.update(loss), or loop.skip(),")
         self._loop = loop
+        self._has_begun = False
         self._num_batches = num_batches_of_all(loop._loader, loop._steps.joins_ranks)
         self._epochs = iter(progress(range(loop._epochs), "epoch"))
         self._windows: Iterator[int] = iter(())
-        self._num_epochs_done = 0
+        self._num_windows_done = 0
+        self._resumed, loop._resumed = loop._resumed, None
+        self._num_epochs_done = loop.epoch
+        for _ in range(loop.epoch):
+            next(self._epochs, None)
         if loop._checks:
             mistakes.check_loader(loop._loader, loop._steps.joins_ranks)
             mistakes.check_weights(loop._model)
@@ -257,12 +338,16 @@ class _Turns(Turns):
     def __next__(self) -> Any:
         loop = self._loop
         self.refuse_if_waiting()
+        is_over = loop._has_stopped or self._num_epochs_done >= loop._epochs
+        if self._has_begun and self.is_last:
+            self._keep(is_over)
         loop.epoch_done = False
-        if loop._has_stopped or self._num_epochs_done == loop._epochs:
+        if is_over:
             next(self._epochs, None)
             raise StopIteration
         batch = self.hand_out(self.epoch or self._begin_epoch())
-        if loop._checks and self._is_first:
+        self._has_begun = True
+        if loop._checks and self._is_first and not isinstance(loop._steps, ShardSteps):
             mistakes.check_batchnorm(loop._model, self.num_samples)
         return batch
 
@@ -274,11 +359,27 @@ class _Turns(Turns):
         loop = self._loop
         gradients = loop._make_step()
         next(self._windows, None)
+        self._num_windows_done += 1
         if not gradients.has_more:
             self.epoch = None
             self._num_epochs_done += 1
             loop.epoch_done = True
         loop._has_stopped = gradients.wants_stop or (not loop._has_peers and should_stop())
+        loop._keeper.heard(gradients)
+
+    def _keep(self, is_over: bool) -> None:
+        """Between two steps, when the body is through with the batch: a checkpoint, if it is time."""
+        loop, epoch = self._loop, self.epoch
+        position = Position(
+            epoch=loop.epoch if epoch is not None else self._num_epochs_done,
+            step=loop.step,
+            samples=loop.samples,
+            skipped=loop.skipped,
+            batches=0 if epoch is None else epoch.num_taken,
+            windows=0 if epoch is None else self._num_windows_done,
+        )
+        place = place_of(loop._loader) if epoch is None else epoch.place
+        loop._keeper.keep(position, place, epoch_done=loop.epoch_done, is_over=is_over)
 
     @property
     def _is_first(self) -> bool:
@@ -289,11 +390,25 @@ class _Turns(Turns):
         loop.epoch = next(self._epochs)
         loop._steps.look_again()
         set_epoch(loop._loader, loop.epoch)
-        epoch = Epoch(loop._loader, loop._accumulate, self._num_batches, loop._steps.joins_ranks)
-        num_windows = None if self._num_batches is None else -(-self._num_batches // loop._accumulate)
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            loop._keeper.begin_epoch()
+        else:
+            loop._keeper.put_back_before(resumed)
+        num_taken = 0 if resumed is None else resumed.batches
+        if isinstance(loop._steps, ShardSteps):
+            epoch: Epoch = loop._steps.epoch(num_taken)
+        else:
+            epoch = Epoch(loop._loader, loop._accumulate, self._num_batches, loop._steps.joins_ranks, num_taken)
+        if resumed is not None:
+            loop._keeper.put_back_after(resumed)
+        self._num_windows_done = 0 if resumed is None else resumed.windows
+        left = epoch.num_left
+        num_windows = None if left is None else self._num_windows_done + -(-left // loop._accumulate)
         windows = itertools.count() if num_windows is None else range(num_windows)
         self._windows = iter(progress(windows, "step", total=num_windows))
-        next(self._windows, None)
+        for _ in range(self._num_windows_done + 1):
+            next(self._windows, None)
         return epoch
 
 

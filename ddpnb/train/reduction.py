@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..context import world_size
-from .frames import below, carrier, check, decoded, dense, dtype_name, encoded, exchanged, frame, unframed
+from .frames import below, carrier, check, dense, dtype_name, exchanged, frame, packed, unframed, unpacked
 from .membership import join
 
 
@@ -105,10 +105,10 @@ def gather(value: Any) -> list[Any]:
         TypeError: a rank's value holds something else; on all ranks.
         ValueError: the ranks are in different calls, or a value contains itself; on all ranks.
     """
-    own = frame("gather", lambda parts: encoded(value, "value", parts))
+    own = frame("gather", lambda parts: packed(value, parts))
     heads, parts = zip(*map(unframed, exchanged(own, _num_ranks())), strict=True)
     check(heads)
-    return [decoded(head["value"], iter(part)) for head, part in zip(heads, parts, strict=True)]
+    return [unpacked(head["value"], part) for head, part in zip(heads, parts, strict=True)]
 
 
 def _reduced(call: Literal["mean", "total"], value: Any) -> Any:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
@@ -48,6 +50,8 @@ class Replica(DistributedDataParallel):
         self._hidden = (slip,)  # a tuple: of a bare parameter nn.Module would take notice
         self._turn: weakref.ref[Turn] | None = None
         self._ballots = [self._first_ballot()]
+        if dist.get_world_size() > 2 and not self.static_graph and not self.find_unused_parameters:
+            self._settle_buckets()
 
     @property
     def ballot(self) -> Ballot:
@@ -125,6 +129,25 @@ class Replica(DistributedDataParallel):
         self._trained = self._trainable()
         self._ballots = [self._first_ballot()]
 
+    def _settle_buckets(self) -> None:
+        """Have the buckets as they stay from the first step on.
+
+        DDP begins with buckets in one order and deals them anew after the first backward. A sum over three or more
+        ranks depends, in its last bit, on where in a bucket a number lies: a run that is resumed, whose first step is a
+        later one, would end with other bits than one that was not interrupted.
+        """
+        kept = [(each, each.grad) for each in self.module.parameters()]
+        self.module.zero_grad(set_to_none=True)
+        self.expect_backward()
+        nothing(self.module).backward()
+        self.reducer._rebuild_buckets()
+        for each, grad in kept:
+            each.grad = grad
+        first = self.ballot
+        if isinstance(first, BucketBallot):
+            first.count()
+        first.is_awaited = False
+
     def _await_backward(self) -> None:
         for each in self._ballots:
             each.is_awaited = True
@@ -138,6 +161,20 @@ class Replica(DistributedDataParallel):
         ballot = BucketBallot(slip, trigger)
         weakref.finalize(self, ballot.close)
         return ballot
+
+
+def nothing(module: nn.Module) -> torch.Tensor:
+    """A zero whose backward reaches every parameter that requires a gradient; a sparse one where it has such."""
+    sparse = {
+        id(each.weight) for each in module.modules() if getattr(each, "sparse", False) and hasattr(each, "weight")
+    }
+    zeros = []
+    for each in module.parameters():
+        if each.requires_grad:
+            first = torch.zeros(1, dtype=torch.long, device=each.device)
+            some = F.embedding(first, each, sparse=True) if id(each) in sparse else each.reshape(-1)[:1]
+            zeros.append(some.sum() * 0)
+    return torch.stack([each.to(zeros[0].device) for each in zeros]).sum()
 
 
 def _explain(error: Exception, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

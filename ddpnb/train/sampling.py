@@ -6,6 +6,9 @@ ranks' k-th batches together are the k-th batch of one process that takes as man
 global batch no rank gets two samples more than another. A position is a number of places, of all ranks together: what
 is left of an epoch can be dealt out to another number of ranks.
 
+Or a global batch is cut into *shards* of neighbouring places, each of which is loaded, and computed, by itself on one
+rank or another: what is in a shard does not depend on how many ranks there are.
+
 Runs in: worker (and wherever else the function is called)
 """
 
@@ -16,6 +19,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -47,6 +51,33 @@ class Request:
     """How many of them count; 0: none was left for this rank, and one is loaded for the shape of its tensors."""
     stop: int
     """Position after the global batch."""
+    shard: int | None = None
+    """Which shard of the global batch it is; None: all that is this rank's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How global batches are cut into shards, and these dealt out to ranks: contiguously and evenly."""
+
+    num_shards: int
+    """Of a global batch."""
+    num_joined: int = 1
+    """How many of the sampler's own global batches make one."""
+
+    def places(self, num_samples: int) -> list[range]:
+        """Each shard's places in a global batch of so many; a partial one leaves the last shards empty, if any."""
+        return even_ranges(num_samples, self.num_shards)
+
+    def shards(self, num_samples: int, world_size: int) -> list[range]:
+        """Each rank's shards of a global batch of so many places, without empty ones; a rank may have none."""
+        return even_ranges(min(num_samples, self.num_shards), world_size)
+
+
+def even_ranges(length: int, num_parts: int) -> list[range]:
+    """0 … length - 1 in contiguous parts, of which the first may be longer by one: 8 in 3 is 0-2, 3-5, 6-7."""
+    size, num_longer = divmod(length, num_parts)
+    bounds = [part * size + min(part, num_longer) for part in range(num_parts + 1)]
+    return [range(*each) for each in pairwise(bounds)]
 
 
 class GlobalBatchSampler(Sampler[Request]):
@@ -84,6 +115,8 @@ class GlobalBatchSampler(Sampler[Request]):
         self.world_size = world_size
         self.global_batch_size = world_size * batch_size
         self.place = place
+        self.cut: Cut | None = None
+        """How the next iteration cuts global batches into shards; None: it deals them out whole."""
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.pad = pad
@@ -91,13 +124,22 @@ class GlobalBatchSampler(Sampler[Request]):
     def __iter__(self) -> Iterator[Request]:
         seed, epoch, begin = self.place.seed, self.place.epoch, self.place.samples
         order = epoch_order(self.length, seed, epoch) if self.shuffle else np.arange(self.length)
-        end = self.end(begin)
-        for start in range(begin, end, self.global_batch_size):
-            stop = min(start + self.global_batch_size, end)
+        cut, end = self.cut, self.end(begin)
+        size = self.global_batch_size * (cut.num_joined if cut is not None else 1)
+        for start in range(begin, end, size):
+            stop = min(start + size, end)
             # Behind the order's end, where pad=True leads, it begins anew.
             dealt = order[np.arange(start, stop) % self.length].tolist()
-            own = dealt[self.rank :: self.world_size]
-            yield Request(seed, epoch, own or dealt[:1], len(own), stop)
+            for shard, own in self._own(dealt, cut):
+                yield Request(seed, epoch, own or dealt[:1], len(own), stop, shard)
+
+    def _own(self, dealt: list[int], cut: Cut | None) -> list[tuple[int | None, list[int]]]:
+        """What this rank loads of a global batch, as (shard, samples) each."""
+        if cut is None:
+            return [(None, dealt[self.rank :: self.world_size])]
+        places = cut.places(len(dealt))
+        shards = cut.shards(len(dealt), self.world_size)[self.rank]
+        return [(shard, [dealt[place] for place in places[shard]]) for shard in shards] or [(None, [])]
 
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on all ranks."""

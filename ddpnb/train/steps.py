@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,30 @@ from torch.nn.utils import get_total_norm
 
 from .ballot import NUM_NUMBERS, Ballot, CollectiveBallot, OwnBallot
 from .batchnorm import SyncBatchNorm
-from .replica import Replica, Turn
+from .replica import Replica, Turn, nothing
 
-_WEIGHT, _SAMPLES, _STOP, _MORE, _SQUARES = range(NUM_NUMBERS)  # what the numbers of a ballot are
+# What the numbers of a ballot are.
+_WEIGHT, _SAMPLES, _STOP, _MORE, _SAVE, _BUSY, _FAILED, _SQUARES = range(NUM_NUMBERS)
 
 
-@dataclass(frozen=True, slots=True)
+class Votes(NamedTuple):
+    """What one rank says with a micro-batch; only those of a window's last are counted."""
+
+    is_last: bool
+    """It is the window's last: gradients are reduced."""
+    more: bool = False
+    """This rank has another window in this epoch."""
+    stop: bool = False
+    """It wants to stop."""
+    save: bool = False
+    """It wants a checkpoint."""
+    busy: bool = False
+    """It is still writing the one before."""
+    failed: bool = False
+    """It could not write that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
     """What a window's last backward has brought about, the same on all ranks."""
 
@@ -40,6 +59,12 @@ class Gradients:
     """A rank wants to stop."""
     has_more: bool
     """A rank has another window in this epoch."""
+    wants_save: bool
+    """A rank wants a checkpoint."""
+    is_busy: bool
+    """A rank is still writing the one before."""
+    has_failed: bool
+    """A rank could not write that."""
 
 
 class Steps:
@@ -102,10 +127,7 @@ class Steps:
         loss: torch.Tensor,
         weight: float,
         num_samples: int,
-        *,
-        is_last: bool,
-        stop: bool = False,
-        more: bool = False,
+        votes: Votes,
     ) -> None:
         """Add the gradients of one micro-batch.
 
@@ -113,21 +135,21 @@ class Steps:
             loss: mean over what it stands for, times the scaler's scale if there is one.
             weight: how much that was; 0 for a batch without samples.
             num_samples: of this rank's micro-batch.
-            is_last: it is the window's last: gradients are reduced.
-            stop, more: what this rank says in the window's ballot.
+            votes: what this rank says in the window's ballot.
         """
         if weight == 0 and not self._needs_every_rank and not math.isfinite(loss):
             # A mean over nothing is nan, and nan times 0 is nan.
-            self.pass_over(num_samples, is_last=is_last, stop=stop, more=more)
+            self.pass_over(num_samples, votes)
             return
         self._refuse_own_gradients()
         self._sum_of_weights += weight
         self._num_samples += num_samples
         self._num_backwards += 1
-        if not is_last:
+        if not votes.is_last:
             self._run(loss, weight, reduce=False)
             return
-        numbers = [self._sum_of_weights / self._weight, self._num_samples, stop, more, 0.0]
+        said = votes.stop, votes.more, votes.save, votes.busy, votes.failed
+        numbers = [self._sum_of_weights / self._weight, self._num_samples, *said, 0.0]
         rides = not isinstance(self._ballot, CollectiveBallot)
         if rides:
             self._ballot.put(numbers)
@@ -136,7 +158,7 @@ class Steps:
             numbers[_SQUARES] = self._own_squares()
             self._ballot.put(numbers)
 
-    def pass_over(self, num_samples: int = 0, *, is_last: bool, stop: bool = False, more: bool = False) -> None:
+    def pass_over(self, num_samples: int, votes: Votes) -> None:
         """Add nothing for one micro-batch, whether its forward has run or not; the other ranks' gradients are reduced.
 
         Raises:
@@ -147,12 +169,11 @@ class Steps:
                 "skip() on one rank would leave the others waiting: sharded weights and SyncBatchNorm need every rank "
                 "in each batch; call the model and loop.update(loss, weight=0)"
             )
-        if is_last:
+        if votes.is_last:
             if self._replica is not None:
                 self._replica.expect_backward()
-            nothing = torch.stack([each.reshape(-1)[0] * 0 for each in self._parameters]).sum()
             self._num_backwards = 0  # the next is none of the user's
-            self.backward(nothing, 0.0, num_samples, is_last=True, stop=stop, more=more)
+            self.backward(nothing(self._model), 0.0, num_samples, votes)
         else:
             self._num_samples += num_samples
 
@@ -164,11 +185,20 @@ class Steps:
         grads = self._grads()
         if self._replica is not None and len(grads) < len(self._parameters):
             self._refuse_unused(self._replica)
-        weight, num_samples, stop, more, squares = self._ballot.count()
+        weight, num_samples, stop, more, save, busy, failed, squares = self._ballot.count()
         scale = self._num_averaged / weight if weight > 0 else 0.0
         norm = math.sqrt(squares) if self._sharded else float(get_total_norm([_values(grad) for grad in grads]))
         self._begin()
-        return Gradients(scale, norm * scale, round(num_samples), stop > 0, more > 0)
+        return Gradients(
+            scale=scale,
+            norm=norm * scale,
+            num_samples=round(num_samples),
+            wants_stop=stop > 0,
+            has_more=more > 0,
+            wants_save=save > 0,
+            is_busy=busy > 0,
+            has_failed=failed > 0,
+        )
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""

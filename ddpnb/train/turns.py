@@ -13,6 +13,7 @@ import torch
 from ..context import device
 from .batches import to_device
 from .epoch import Epoch
+from .steps import Votes
 
 
 class Turns:
@@ -64,10 +65,10 @@ class Turns:
             raise ValueError(f"weight={weight}: how much the mean loss stands for, 0 or more")
         return weight
 
-    def votes(self, stop: bool = False) -> dict[str, bool]:
-        """What this rank says with the batch at hand."""
+    def votes(self, **said: bool) -> Votes:
+        """What this rank says with the batch at hand: `stop`, `save`, `failed`."""
         assert self.epoch is not None
-        return {"is_last": self.is_last, "stop": stop, "more": self.epoch.has_more}
+        return Votes(self.is_last, self.epoch.has_more, **said)
 
 
 def check_loss(loss: object) -> None:

@@ -120,9 +120,14 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     stands for `{name: value.cpu() for name, value in model.module.state_dict().items()}`. Values are copies. With
     "fsdp" all ranks have to call it, for each weight is gathered from all of them, and each has the whole.
     """
+    return {name: _whole(value) for name, value in named_state(model).items()}
+
+
+def named_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """The model's own state, not copied, with the names of the bare model. Sharded values are this rank's."""
     bare = unwrap(model)
     bare_name = _naming(bare)
-    return {bare_name(name): _whole(value) for name, value in bare.state_dict().items()}
+    return {bare_name(name): value for name, value in bare.state_dict(keep_vars=keep_vars).items()}
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -140,9 +145,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     bare_name = _naming(bare)
     own = {bare_name(name): (name, value) for name, value in bare.state_dict().items()}
     fitting = {}
-    for name, value in _without_prefixes(state, own.keys()).items():
+    for name, value in without_prefixes(state, own.keys()).items():
         own_name, own_value = own.get(name, (name, None))
-        fitting[own_name] = _spread(value, own_value)
+        fitting[own_name] = spread(value, own_value)
     bare.load_state_dict(fitting)
 
 
@@ -214,7 +219,7 @@ def _whole(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def _spread(value: Any, own: Any) -> Any:
+def spread(value: Any, own: Any) -> Any:
     """A value as the model has it: whole, or in parts."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
@@ -223,7 +228,7 @@ def _spread(value: Any, own: Any) -> Any:
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
 
 
-def _without_prefixes(state: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
+def without_prefixes(state: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
     """Leave out what wrapping has put before all names: as often as it takes for most to be the model's own."""
     candidates = [dict(state)]
     while (prefix := _common_prefix(candidates[-1])) is not None:

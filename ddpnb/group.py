@@ -50,7 +50,7 @@ class Group:
     def create(self, backend: str, device: torch.device) -> None:
         """Make the default group."""
         self._backend = backend
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
             _spare_ddp_its_log()
         bound = device if device.type == "cuda" and "nccl" in backend else None
         self._init(

@@ -32,7 +32,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from . import lock
+from . import checkpoints, lock
 from .draw import words
 from .errors import LaunchError
 from .plan import Options, Plan
@@ -116,6 +116,8 @@ def make(
             for part in (_OUTPUT, _CHECKPOINTS):
                 (path / part).mkdir()
             _write(path, _description(options, plan, function, arguments, state, now))
+            for folder in (path, run_dir):  # a checkpoint that is on the disk needs a way to it
+                checkpoints.sync_folder(folder)
         except OSError as error:
             raise LaunchError(
                 f"run_dir={os.fspath(run_dir)!r}: no folder can be made there: {error.strerror or error}. Pass another "

@@ -19,7 +19,7 @@ def take() -> dict[str, Any]:
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     states = {
         "torch": torch.get_rng_state(),
-        "python": {"version": version, "numbers": torch.tensor(numbers), "gauss": python_gauss},
+        "python": {"version": version, "numbers": torch.from_numpy(np.array(numbers)), "gauss": python_gauss},
         "numpy": {
             "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
             "position": int(position),

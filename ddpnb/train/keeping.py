@@ -15,9 +15,9 @@ import random
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from ..checkpoints import Manifest
 from ..context import Session, current_session
 from ..errors import CheckpointError
 from ..messages import Saved
+from ..world import World
 from . import checks as mistakes
 from . import generators, objects, snapshot
 from .loading import Loader
@@ -41,8 +42,7 @@ from .steps import Gradients
 from .wrapping import named_state, unwrap
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class Position(NamedTuple):
     """Where a training stands, between two optimizer steps."""
 
     epoch: int
@@ -111,7 +111,8 @@ class Keeper:
         self._reader: Reader | None = None
         self._own: Any = None  # of this rank, from the checkpoint
         self._epoch_generators: dict[str, Any] | None = None
-        self._names = frozenset[str]()
+        self._changing = frozenset[str]()
+        self._layout = _layout_of(training.model, self._world)
         self._is_asked = False
         self._is_busy = False
         self._saved_step = -1
@@ -127,7 +128,7 @@ class Keeper:
                 before_handing_in=self._say_logged,
                 on_saved=self._say_saved,
             )
-            self._names = frozenset(f"model/{name}" for name in snapshot.names_of_parameters(training.model))
+            self._changing = snapshot.changed_by_forwards(training.model)
         if found.checkpoint is not None:
             self._reader = Reader(found.checkpoint, self._world)
 
@@ -300,30 +301,33 @@ class Keeper:
 
     def _files(self, saver: Saver, position: Position, loader: Mapping[str, int] | None) -> dict[str, Any]:
         """What this rank writes: copies, or room for those that the saver's thread makes."""
-        training, rank, take = self._training, self._world.rank, saver.stage.take
-        layout = self._layout()
+        training, rank, stage, layout = self._training, self._world.rank, saver.stage, self._layout
+        stage.clear()
         own: dict[str, Any] = {"generators": generators.take(), "epoch_generators": None}
         if position.is_midway:
             own["epoch_generators"] = self._epoch_generators
         if rank and self._has_own_buffers():
-            own["buffers"] = dict(unwrap(training.model).named_buffers())
-        files = {f"rank-{rank}.pt": take("rank", own)}
+            own["buffers"] = stage.take("buffers", dict(unwrap(training.model).named_buffers()))
+        files: dict[str, Any] = {f"rank-{rank}.pt": own}
         if rank == 0 or layout != "whole":
             end = "" if layout == "whole" else f"-{rank}"
-            files[f"model{end}.pt"] = take("model", named_state(training.model), self._names.__contains__)
-            files[f"optimizer{end}.pt"] = take("optimizer", training.optimizer.state_dict(), _is_of_optimizer)
+            state = named_state(training.model)
+            if layout == "sharded":
+                state = snapshot.parts(state)  # a forward puts the whole in their place
+            files[f"model{end}.pt"] = stage.leave("model", state, self._changing)
+            files[f"optimizer{end}.pt"] = stage.leave("optimizer", training.optimizer.state_dict())
         if rank == 0:
             tensors: dict[str, torch.Tensor] = {}
             files["state.json"] = self._record(position, loader, layout, tensors)
             if tensors:
-                files["state.pt"] = take("state", tensors)
+                files["state.pt"] = stage.take("state", tensors)
         return files
 
     def _record(
         self, position: Position, loader: Mapping[str, int] | None, layout: str, tensors: dict[str, torch.Tensor]
     ) -> dict[str, Any]:
         return {
-            "position": asdict(position),
+            "position": position._asdict(),
             "loader": None if loader is None else dict(loader),
             "layout": layout,
             "optimizer": type(self._training.optimizer).__name__,
@@ -340,14 +344,6 @@ class Keeper:
             "shards": self._training.shards,
             "world_size": self._world.world_size,
         }
-
-    def _layout(self) -> str:
-        """Who holds the weights: every rank all of them, each a part, or each its own."""
-        modules = list(self._training.model.modules())
-        if any(isinstance(each, FSDPModule) for each in modules):
-            return "sharded"
-        joined = self._world.world_size == 1 or any(isinstance(each, Replica) for each in modules)
-        return "whole" if joined else "apart"
 
     def _has_own_buffers(self) -> bool:
         """Whether buffers differ between ranks for good: DDP was told not to send those of rank 0."""
@@ -384,8 +380,12 @@ _OTHER_LOADER = (
 )
 
 
-def _is_of_optimizer(path: str) -> bool:
-    return path.startswith("optimizer/state/")
+def _layout_of(model: nn.Module, world: World) -> str:
+    """Who holds the weights: every rank all of them, each a part, or each its own."""
+    modules = list(model.modules())
+    if any(isinstance(each, FSDPModule) for each in modules):
+        return "sharded"
+    return "whole" if world.world_size == 1 or any(isinstance(each, Replica) for each in modules) else "apart"
 
 
 def _seed_anew(step: int, rank: int) -> None:

@@ -21,11 +21,12 @@ from typing import Any, Literal
 
 from .. import checkpoints
 from ..checkpoints import File, Manifest
+from ..context import device
 from ..errors import CheckpointError
 from ..world import World
 from .reduction import gather
 from .snapshot import write_file
-from .staging import Stage
+from .staging import Later, Stage
 
 Mode = Literal["min", "max"]
 
@@ -65,7 +66,7 @@ class Saver:
         before_handing_in: Callable[[], None],
         on_saved: Callable[[Path, Manifest], None],
     ) -> None:
-        self.stage = Stage()
+        self.stage = Stage(device())
         self._run, self._world, self._keep, self._mode = run, world, keep, mode
         self._before_handing_in, self._on_saved = before_handing_in, on_saved
         self._drafts: SimpleQueue[Draft | None] = SimpleQueue()
@@ -150,7 +151,7 @@ class Saver:
             self.stage.copy()
             target = checkpoints.folder_of(self._run) / checkpoints.name_of(draft.step)
             self._folder = folder = checkpoints.begin(target)
-            files = {name: write_file(folder / name, content) for name, content in draft.files.items()}
+            files = {name: write_file(folder / name, _tree(content)) for name, content in draft.files.items()}
             self._before_handing_in()
             if self._world.rank:
                 checkpoints.hand_in(folder, self._world.rank, files)
@@ -171,6 +172,10 @@ class Saver:
         checkpoints.publish(folder, target, manifest)
         self._on_saved(target, manifest)
         checkpoints.prune(self._run, self._keep, _best(self._run, self._mode))
+
+
+def _tree(content: Any) -> Any:
+    return content.tree if isinstance(content, Later) else content
 
 
 def _best(run: Path, mode: Mode) -> list[Path]:

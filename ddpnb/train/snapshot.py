@@ -82,10 +82,17 @@ def as_part(tensor: torch.Tensor, place: dict[str, Any] | None) -> Tree:
     return tensor if place is None else {_PART: tensor, **place}
 
 
-def names_of_parameters(model: nn.Module) -> frozenset[str]:
-    """Names, in `named_state`, of what only the optimizer changes; buffers change in a forward."""
-    buffers = {id(each) for each in unwrap(model).buffers()}
-    return frozenset(name for name, value in named_state(model, keep_vars=True).items() if id(value) not in buffers)
+def changed_by_forwards(model: nn.Module) -> frozenset[str]:
+    """Names, in `named_state`, of what a forward may change: buffers, and what a module has beside its tensors."""
+    state = named_state(model, keep_vars=True)
+    return frozenset(name for name, value in state.items() if not isinstance(value, nn.Parameter))
+
+
+def parts(state: Mapping[str, Any]) -> dict[str, Tree]:
+    """A state of sharded values with this rank's own parts in place of them, as they lie between two steps."""
+    return {
+        name: as_part(*part_of(value)) if isinstance(value, torch.Tensor) else value for name, value in state.items()
+    }
 
 
 def write_file(path: Path, content: Any) -> File:

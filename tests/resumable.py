@@ -90,7 +90,7 @@ def digest(*states: Any) -> str:
         match value:
             case torch.Tensor():
                 whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-                hashing.update(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                hashing.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
             case dict():
                 for key in value:
                     hashing.update(str(key).encode())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.conftest import Kernel
@@ -48,3 +50,17 @@ def test_a_kernel_that_has_used_cuda_launches_as_before(kernel: Kernel) -> None:
     """)
 
     assert "2.0" == reply.text
+
+
+def test_a_run_resumed_on_a_gpu_ends_with_the_same_bits(kernel: Kernel, tmp_path: Path) -> None:
+    reply = kernel.run(f"""
+        from tests.resumable import train
+
+        one = ddpnb.Launcher(nproc_per_node=1, view=False, env={{"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}})
+        saved = ddpnb.Launcher(nproc_per_node=1, view=False, run_dir={str(tmp_path)!r}, env=one.env)
+        again = ddpnb.Launcher(nproc_per_node=1, view=False, run_dir={str(tmp_path)!r}, resume=True, env=one.env)
+        saved(train, "stop", 5, checkpoint_every=1).result()
+        print(one(train).result()[1:] == again(train).result()[1:])
+    """)
+
+    assert "True" == reply.text

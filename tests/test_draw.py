@@ -421,3 +421,15 @@ def test_other_values_have_small_panels_unless_logged_once() -> None:
 
     assert [title.split()[0] for title in titles] == ["loss", "c", "b", "a"]
     assert len(figure(folded(1, [metrics(0, "loss", [1.0, 2.0]), metrics(0, "once", [1.0])])).axes) == 1
+
+
+def test_what_was_noted_stands_below_the_curves_which_keep_their_size() -> None:
+    said = [metrics(0, "loss", [2.0, 1.0, 0.5]), *finished(1)]
+    bare = figure(folded(1, said))
+
+    noted = figure(folded(1, [*said, Noted(time=1.0, text="resumed with other arguments: lr 0.1 → 0.2")]))
+
+    sizes = [[axes.get_window_extent().size.tolist() for axes in drawn.axes] for drawn in (bare, noted)]
+    assert sizes[0] == [pytest.approx(size) for size in sizes[1]]
+    assert noted.get_size_inches()[1] > bare.get_size_inches()[1]
+    assert "note: resumed with other arguments: lr 0.1 → 0.2" in [text.get_text() for text in noted.texts]

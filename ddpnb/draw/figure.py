@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from io import BytesIO
+from textwrap import wrap
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,6 +26,8 @@ from .palette import look
 from .words import cut, number, tick
 
 _STROKES = 300
+_NUM_NOTES = 3
+_FOOT_WIDTH = 130  # characters
 _NUM_PANELS = 3
 _INCHES = (7.6, 3.1)
 _DPI = 100  # at which a pixel of the figure is one of the page
@@ -63,20 +66,23 @@ def figure(state: RunState, now: float | None = None) -> Figure:
         now: Monotonic time, for what has elapsed; None reads the clock.
     """
     shown = _curves(state)
-    rows = [] if shown else _rows(state)
+    rows, foot = ([], _foot(state)) if shown else (_rows(state), [])
     width, height = _INCHES
-    size = (width, height) if shown else (width, _HEAD_INCHES + _ROW_INCHES * (len(rows) + 0.5))
+    size = (width, height + _ROW_INCHES * len(foot) if shown else _HEAD_INCHES + _ROW_INCHES * (len(rows) + 0.5))
     drawn = RunFigure(figsize=size, dpi=_DPI, facecolor="white")
     _head(drawn, state, time.monotonic() if now is None else now)
     if not shown:
         _say(drawn, state, rows)
         return drawn
     main, *others = shown
-    _plot_main(drawn.add_axes(_BESIDE if others else _alone(main)), main)
+    _plot_main(drawn.add_axes(_above(drawn, _BESIDE if others else _alone(main))), main)
     left, bottom, width, height = _PANELS
     part = (height + _PANEL_GAP) / (len(others) or 1)
     for place, other in enumerate(reversed(others)):
-        _plot_small(drawn.add_axes((left, bottom + place * part, width, part - _PANEL_GAP)), other, main.steps)
+        box = left, bottom + place * part, width, part - _PANEL_GAP
+        _plot_small(drawn.add_axes(_above(drawn, box)), other, main.steps)
+    below = (_ROW_INCHES * (len(foot) + 0.2)) / drawn.get_size_inches()[1]
+    drawn.text(0.012, below, "\n".join(foot), size=7.5, color=_SOFT, va="top", linespacing=1.4, parse_math=False)
     return drawn
 
 
@@ -116,11 +122,24 @@ def _curves(state: RunState) -> list[Curve]:
 
 def _head(drawn: Figure, state: RunState, now: float) -> None:
     failed = state.first_failure or state.problem
-    resumed = [] if state.resumed is None else [f"resumed from step {state.resumed.step:,}"]
-    words = " · ".join([summary.status(state), *summary.place(state), *resumed, *summary.facts(state, now)])
+    kept = [] if state.resumed is None else [f"resumed from step {state.resumed.step:,}"]
+    kept += [] if state.saved is None else [f"saved at step {state.saved.step:,}"]
+    words = " · ".join([summary.status(state), *summary.place(state), *kept, *summary.facts(state, now)])
     name, status = _below_top(drawn, 0.08), _below_top(drawn, 0.3)
     drawn.text(0.012, name, cut(state.name, 60), size=10, weight="bold", color=_INK, va="top", parse_math=False)
     drawn.text(0.012, status, cut(words, 120), size=7.5, color=_BAD if failed else _SOFT, va="top", parse_math=False)
+
+
+def _foot(state: RunState) -> list[str]:
+    """What the curves do not tell, each in a line or two."""
+    return [line for note in state.notes[-_NUM_NOTES:] for line in wrap(f"note: {note}", _FOOT_WIDTH)[:2]]
+
+
+def _above(drawn: Figure, box: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
+    """Where axes stand in a figure that is higher than usual: as far below its top, in the usual size."""
+    left, bottom, width, height = box
+    share = _INCHES[1] / drawn.get_size_inches()[1]
+    return left, 1 - share + bottom * share, width, height * share
 
 
 def _rows(state: RunState) -> list[str]:

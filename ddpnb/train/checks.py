@@ -138,7 +138,7 @@ def warn(text: str) -> None:
         warnings.warn_explicit(text, TrainingWarning, *_place())
         session = current_session()
         if session is not None:
-            session.tell(Noted(time=time.monotonic(), text=f"warning: {text}"))
+            session.tell(Noted(time=time.monotonic(), text=text))
 
 
 def _place() -> tuple[str, int]:

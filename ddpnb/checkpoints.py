@@ -250,6 +250,18 @@ def step_of(checkpoint: Path) -> int:
     return int(found[1])
 
 
+def origin_of(run: Path) -> Path | None:
+    """The checkpoint that a run went on from; None where it did not, or this is no run's folder.
+
+    A run that found nothing left to do has none of its own.
+    """
+    try:
+        origin = json.loads((run / "run.json").read_bytes())["resumed_from"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return Path(origin) if isinstance(origin, str) else None
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether this is a checkpoint's folder, whole or damaged."""
     return (path / MANIFEST).is_file()

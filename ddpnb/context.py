@@ -196,7 +196,7 @@ class Session:
         self._local_rank = place.local_rank
         self._flushing = threading.Lock()
         self._counts: dict[str, int] = {}  # {name: how often it was logged without a step}
-        self._latest: dict[str, float] = {}  # {name: the value logged last}
+        self._latest: dict[str, tuple[int, float]] = {}  # {name: (step, value) logged last}
         self._current_step = 0
         self._stopping = False
         self._closed = threading.Event()
@@ -251,8 +251,12 @@ class Session:
         """How often the kernel has asked for a checkpoint so far."""
         return 0 if self._page is None else self._page.num_saves_asked()
 
-    def latest(self, name: str) -> float | None:
-        """The value logged last under a name; None where there is none."""
+    def go_on_from(self, step: int) -> None:
+        """Values logged without a step stand at this one from now on, until a later one is given."""
+        self._current_step = max(self._current_step, step)
+
+    def latest(self, name: str) -> tuple[int, float] | None:
+        """Step and value of what was logged last under a name; None where there is none."""
         self.flush(wait=True)
         return self._latest.get(name)
 
@@ -288,7 +292,7 @@ class Session:
         now = time.monotonic()
         for name, rows in points.items():
             steps, values, times = zip(*rows, strict=True)
-            self._latest[name] = values[-1]
+            self._latest[name] = steps[-1], values[-1]
             yield Metrics(
                 rank=self.place.rank,
                 time=now,

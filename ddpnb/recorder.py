@@ -154,7 +154,8 @@ class Recorder:
         earlier = Path(resumed.path).parent.parent / JOURNAL
         reader = journal.Reader(earlier, 0.0)
         try:
-            found = list(recalled(reader, resumed.step, self._ranks, self._started))
+            # Steps are counted from 0: after so many, the last one's number is one less.
+            found = list(recalled(reader, resumed.step - 1, self._ranks, self._started))
         except OSError as error:
             yield self._noted_line(f"the curve begins here: {words.path(earlier)} cannot be read: {error.strerror}")
             return
@@ -206,7 +207,7 @@ def recalled(
 
     Args:
         messages: of the earlier run.
-        last_step: step of the checkpoint; what was logged after it will be logged again.
+        last_step: number of the last step before the checkpoint; what was logged after it will be logged again.
         ranks: of the new run.
         launched: monotonic time of the new run's launch.
     """

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -174,6 +175,7 @@ class Launcher(Options):
                 until_started.callback(home.discard)
             run = Run(state)
             run._supervisor = Supervisor(plan, parcel, state, run._changed, home)
+            _of_this_kernel.add(run)
             for attach in on_launch:
                 attach(run, self.view)
             until_started.pop_all()
@@ -192,12 +194,17 @@ class Launcher(Options):
         if run_dir is None:
             return None, state
         is_restart = is_under_torchrun() and num_restarts() != "0"
+        if self.resume:
+            _await_stopping(run_dir)
         found = candidates.find(run_dir, self.resume, is_restart=is_restart)
         arguments = folder.arguments_of(function, args, kwargs)
         home = folder.make(run_dir, self, plan, state, function, arguments, tuple(found))
         state = replace(state, folder=str(home.path))
         if not found and (self.resume or is_restart):
             text = f"nothing to resume from in {words.path(run_dir)}: a fresh start"
+            state = fold(state, Noted(time=state.started, text=text))
+        elif self.resume is True and (newest := folder.runs_in(run_dir)[1]) not in found[0].parents:
+            text = f"{newest.name} was the last run there, and has no checkpoint: going on from {words.path(found[0])}"
             state = fold(state, Noted(time=state.started, text=text))
         return home, state
 
@@ -219,6 +226,17 @@ class Launcher(Options):
             until_started.pop_all()
         run._call_in_place(plan, place, function, args, kwargs, home)
         return run
+
+
+_of_this_kernel: weakref.WeakSet[Run] = weakref.WeakSet()
+"""Runs that have workers of this kernel's."""
+
+
+def _await_stopping(run_dir: Path) -> None:
+    """Wait for a run there that has just been told to stop: it is about to save."""
+    for run in list(_of_this_kernel):
+        if run.dir is not None and run.dir.parent == run_dir and run.state.asked:
+            run.wait()
 
 
 class Run:

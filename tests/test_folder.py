@@ -866,28 +866,3 @@ def test_under_torchrun_the_environment_stands_in_for_what_was_not_given(monkeyp
     assert ("own", False) == settled("own", RUN_DIR="runs", RESUME="0")
     assert ("own", "a/b") == settled("own", RESUME="a/b")
     assert ("own", True) == settled("own", True, RESUME="0")
-
-
-def test_torchrun_makes_one_folder_and_a_restart_goes_on_from_it(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, ddpnb\n"
-        "from tests.test_folder import save, told\n"
-        "def train():\n"
-        "    folder, candidates, _ = told()\n"
-        "    if ddpnb.is_rank_zero() and not candidates:\n"
-        "        save(3)\n"
-        "    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
-        "        raise RuntimeError('the first time')\n"
-        "    os.write(1, f'{ddpnb.rank()} {folder} {len(candidates)}\\n'.encode())\n"
-        "ddpnb.launch(train)\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    env = os.environ | {"PYTHONPATH": OURS, "GLOO_SOCKET_IFNAME": "lo", "DDPNB_RUN_DIR": str(tmp_path / "runs")}
-
-    done = subprocess.run([*command, script], env=env, capture_output=True, text=True, timeout=DEADLINE)
-
-    assert not done.returncode, done.stderr
-    runs = folder.runs_in(tmp_path / "runs")
-    assert {f"0 {runs[0]} 1", "1 None 0"} == {line for line in done.stdout.splitlines() if line[:1] in "01"}
-    assert ["finished", "failed"] == [ddpnb.open_run(run).state.status for run in runs]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ddpnb
-from ddpnb import checkpoints
+from ddpnb import checkpoints, folder
 from ddpnb.context import current_session
 
 from .conftest import DEADLINE, Kernel, have_ended, wait_until
@@ -62,7 +62,10 @@ def test_a_run_may_be_interrupted_again_and_again(tmp_path: Path) -> None:
 def test_what_is_finished_is_not_run_again_but_may_be_prolonged(tmp_path: Path) -> None:
     launcher(2, tmp_path)(train, epochs=2).result(100)
 
-    again = launcher(2, tmp_path, resume=True)(train, epochs=2).result(100)
+    finished = launcher(2, tmp_path, resume=True)(train, epochs=2)
+    again = finished.result(100)
+    assert finished.dir is not None
+    assert 2 == ddpnb.load_checkpoint(finished.dir)
     longer = launcher(2, tmp_path, resume=True)(train, epochs=3).result(100)
 
     assert (8, 8) == again[:2]
@@ -81,6 +84,41 @@ def test_run_stop_saves_and_says_where(tmp_path: Path) -> None:
     assert run.state.saved is not None
     assert (str(saved), last) == (run.state.saved.path, checkpoints.step_of(saved))
     assert last == checkpoints.verify(saved).step
+
+
+def test_a_run_that_has_just_been_told_to_stop_is_waited_for(tmp_path: Path) -> None:
+    run = launcher(2, tmp_path)(train, epochs=100_000, checkpoint_every=1_000_000)
+    _until(run, lambda: "loss" in run.history)
+
+    run.stop()
+    again = launcher(2, tmp_path, resume=True)(train, epochs=1)
+
+    assert run.done()
+    assert again.result(100)[0] == run.result()[1]
+
+
+def test_the_curve_goes_on_with_the_next_step(tmp_path: Path) -> None:
+    for at_step in (5, 8):
+        launcher(2, tmp_path, resume=True)(train, "SIGKILL of all ranks", at_step, checkpoint_every=1).wait(100)
+    run = launcher(2, tmp_path, resume=True)(train)
+    run.result(100)
+
+    whole = launcher(2)(train)
+    whole.result(100)
+    assert list(range(NUM_STEPS)) == run.history.steps("loss").tolist() == whole.history.steps("loss").tolist()
+    assert whole.history["loss"].tolist() == run.history["loss"].tolist()
+
+
+def test_a_run_without_a_checkpoint_is_named_where_an_earlier_one_is_taken(tmp_path: Path) -> None:
+    launcher(2, tmp_path)(train, "stop", 3).result(100)
+    empty = launcher(2, tmp_path)(train, "SIGKILL of all ranks", 2)
+    empty.wait(100)
+
+    run = launcher(2, tmp_path, resume=True)(train)
+
+    assert empty.dir is not None
+    assert (4, *uninterrupted(2)[1:]) == run.result(100)
+    assert any(empty.dir.name in note and "has no checkpoint" in note for note in run.state.notes)
 
 
 def test_run_save_saves_while_it_goes_on(tmp_path: Path) -> None:
@@ -109,6 +147,45 @@ def test_checkpoints_come_as_often_as_asked(every: int | str, expected: list[int
     assert expected == sorted(map(checkpoints.step_of, checkpoints.published(run.dir)))
 
 
+class Momentum(nn.Module):
+    """A network with normalised weights, and an average of it that moves on in each forward, as in MoCo and BYOL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.average = nn.Linear(2000, 500), nn.Linear(2000, 500)
+        self.average.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.net.weight.div_(self.net.weight.norm(dim=1, keepdim=True))
+            self.average.weight.lerp_(self.net.weight, 0.1)
+        return (self.net(inputs) - self.average(inputs)).square().mean()
+
+
+def _moved_by_forwards(until: int | None) -> tuple[int, str]:
+    ddpnb.seed_everything(0)
+    model = ddpnb.wrap(Momentum())
+    loader = ddpnb.loader(TensorDataset(torch.randn(64, 2000, generator=torch.Generator().manual_seed(0))), 4)
+    loop = ddpnb.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, epochs=2, checkpoint_every=1)
+    first = loop.step
+    for (inputs,) in loop:
+        if loop.step == until:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loop.update(model(inputs))
+    return first, digest(ddpnb.state_dict(model))
+
+
+def test_what_a_forward_changes_is_saved_as_it_was_between_the_steps(tmp_path: Path) -> None:
+    expected = launcher(2)(_moved_by_forwards, None).result(100)[1]
+
+    for step in (6, 11):
+        launcher(2, tmp_path, resume=True)(_moved_by_forwards, step).wait(100)
+    first, found = launcher(2, tmp_path, resume=True)(_moved_by_forwards, None).result(100)
+
+    assert first > 6
+    assert expected == found
+
+
 def _of_quality(qualities: list[float]) -> None:
     model = ddpnb.wrap(nn.Linear(2, 1))
     loader = ddpnb.loader(TensorDataset(torch.ones(4, 2)), 2)
@@ -128,6 +205,60 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     assert [5, 4, 2] == [checkpoints.step_of(found) for found in checkpoints.published(run.dir)]
 
 
+def _of_late_quality() -> None:
+    model = ddpnb.wrap(nn.Linear(2, 1))
+    loader = ddpnb.loader(TensorDataset(torch.ones(20, 2)), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = ddpnb.Loop(model, optimizer, loader, epochs=3, checkpoint_every=2, keep=1, best="quality", mode="max")
+    for (inputs,) in loop:
+        loop.update(model(inputs).mean())
+        if loop.epoch_done:
+            ddpnb.log(quality=1.0 - loop.epoch)
+
+
+def test_a_score_belongs_to_the_weights_that_were_evaluated(tmp_path: Path) -> None:
+    run = launcher(2, tmp_path)(_of_late_quality)
+    run.result(100)
+
+    assert run.dir is not None
+    assert [15, 5] == [checkpoints.step_of(found) for found in checkpoints.published(run.dir)]
+
+
+def _apart() -> int:
+    model = ddpnb.wrap(nn.Linear(2, 1), "none")
+    loader = ddpnb.loader(TensorDataset(torch.ones(20, 2)), 2)
+    loop = ddpnb.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, epochs=2, checkpoint_every=1)
+    for (inputs,) in loop:
+        loop.update(model(inputs).mean())
+    return loop.step
+
+
+def test_ranks_that_train_apart_are_not_saved_and_it_is_said(tmp_path: Path) -> None:
+    run = launcher(2, tmp_path)(_apart)
+
+    assert [10, 10] == list(run.results(100).values())
+    assert any("weights of their own" in note for note in run.state.notes)
+    assert run.dir is not None
+    assert [] == checkpoints.published(run.dir)
+
+
+_kept: list[Any] = []
+
+
+def _keeps_the_iterator() -> int:
+    model = ddpnb.wrap(nn.Linear(2, 1))
+    loader = ddpnb.loader(TensorDataset(torch.ones(20, 2)), 2)
+    loop = ddpnb.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, epochs=2, checkpoint_every=1)
+    _kept.append(iter(loop))
+    for _ in range(2):
+        loop.update(model(next(_kept[0])[0]).mean())
+    return loop.step
+
+
+def test_a_kept_iterator_keeps_nobody_from_leaving(tmp_path: Path) -> None:
+    assert 2 == launcher(2, tmp_path)(_keeps_the_iterator).result(60)
+
+
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -139,11 +270,12 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
 # ---- other loaders, objects, ranks
 
 
-def _plain(stop_at: int | None, shuffled_by_torch: bool) -> tuple[int, list[float]]:
+def _plain(stop_at: int | None, kind: str) -> tuple[int, list[float]]:
     ddpnb.seed_everything(1)
     data = TensorDataset(torch.randn(45, 4, generator=torch.Generator().manual_seed(0)))
-    sampler = None if shuffled_by_torch else DistributedSampler(data)
-    loader = DataLoader(data, 4, shuffle=shuffled_by_torch, sampler=sampler)
+    sampler = DistributedSampler(data) if kind == "distributed" else None
+    generator = torch.Generator().manual_seed(7) if kind == "with a generator" else None
+    loader = DataLoader(data, 4, shuffle=sampler is None, sampler=sampler, generator=generator)
     model = ddpnb.wrap(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
     loop = ddpnb.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, epochs=3, checks=False)
     first = loop.step
@@ -154,14 +286,14 @@ def _plain(stop_at: int | None, shuffled_by_torch: bool) -> tuple[int, list[floa
     return first, [value.double().sum().item() for value in ddpnb.state_dict(model).values()]
 
 
-@pytest.mark.parametrize("shuffled_by_torch", [False, True])
-def test_a_plain_dataloader_is_gone_through_again(shuffled_by_torch: bool, tmp_path: Path) -> None:
-    expected = launcher(2)(_plain, None, shuffled_by_torch).result(100)[1]
+@pytest.mark.parametrize("kind", ["distributed", "shuffled", "with a generator"])
+def test_a_plain_dataloader_is_gone_through_again(kind: str, tmp_path: Path) -> None:
+    expected = launcher(2)(_plain, None, kind).result(100)[1]
 
-    launcher(2, tmp_path)(_plain, 9, shuffled_by_torch).result(100)
-    first, found = launcher(2, tmp_path, resume=True)(_plain, None, shuffled_by_torch).result(100)
+    launcher(2, tmp_path)(_plain, 13, kind).result(100)
+    first, found = launcher(2, tmp_path, resume=True)(_plain, None, kind).result(100)
 
-    assert (10, expected) == (first, found)
+    assert (14, expected) == (first, found)
 
 
 def _seen(batch: int, stop_at: int | None) -> tuple[int, list[tuple[int, int]]]:
@@ -491,10 +623,10 @@ def test_a_run_of_the_notebook_goes_on_under_torchrun_and_back(tmp_path: Path) -
 def test_what_torchrun_starts_again_resumes_by_itself(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
+    run_dir = tmp_path / "runs"
 
-    first, last, digest = _torchrun(
-        script, "SIGKILL of one rank", "6", restarts=1, DDPNB_RUN_DIR=str(tmp_path / "runs")
-    )
+    first, last, digest = _torchrun(script, "SIGKILL of one rank", "6", restarts=1, DDPNB_RUN_DIR=str(run_dir))
 
     assert 0 < first <= 7
     assert uninterrupted(2)[1:] == (last, digest)
+    assert ["finished", "interrupted"] == [ddpnb.open_run(run).state.status for run in folder.runs_in(run_dir)]

@@ -347,8 +347,10 @@ def _find(path: Path) -> Path | None:
             return None
         if there.is_file():
             return there
-        if not checkpoints.is_checkpoint(there) and (of_run := checkpoints.published(there)):
-            return _newest_whole(of_run)
+        if not checkpoints.is_checkpoint(there):
+            if of_run := checkpoints.published(there):
+                return _newest_whole(of_run)
+            there = checkpoints.origin_of(there) or there
         expected = seal(there)
         try:
             checkpoints.verify(there)

@@ -41,3 +41,11 @@ def put_back(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def of_loader(loader: Any) -> list[torch.Generator]:
+    """The generators that a plain DataLoader and its samplers were given, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(each, "generator", None) for each in holders]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())

@@ -115,11 +115,20 @@ class Keeper:
         self._layout = _layout_of(training.model, self._world)
         self._is_asked = False
         self._is_busy = False
+        self._failure: CheckpointError | None = None
+        self._has_warned = False
         self._saved_step = -1
         self._saves_seen = 0
         self._last_save = time.monotonic()
         found = self._claim()
+        if found.run is not None and self._layout == "apart":
+            mistakes.warn(
+                "the ranks train weights of their own, which a run's checkpoints cannot hold: none is made. Wrap the "
+                "model with 'ddp' or 'fsdp', or save with ddpnb.save_checkpoint()."
+            )
+            found = Found(None, None)
         if found.run is not None:
+            objects.recorded(training.objects, {})  # what cannot be saved is refused now, and not an epoch later
             self._saver = Saver(
                 found.run,
                 self._world,
@@ -128,7 +137,7 @@ class Keeper:
                 before_handing_in=self._say_logged,
                 on_saved=self._say_saved,
             )
-            self._changing = snapshot.changed_by_forwards(training.model)
+            self._changing = snapshot.changed_by_forwards(training.model, training.optimizer)
         if found.checkpoint is not None:
             self._reader = Reader(found.checkpoint, self._world)
 
@@ -160,10 +169,15 @@ class Keeper:
         reader, training = self._reader, self._training
         record = reader.record
         here = reader.checkpoint
+        if "step" not in record["position"]:
+            raise CheckpointError(f"{here} was made by save_checkpoint(): load it with ddpnb.load_checkpoint()")
         if record["optimizer"] != type(training.optimizer).__name__:
             raise CheckpointError(
                 f"{here} was saved with {record['optimizer']}, and this run has {type(training.optimizer).__name__}"
             )
+        classes = {name: type(each).__name__ for name, each in training.objects.items()}
+        if found := changes(record["classes"], classes):
+            raise CheckpointError(f"{here} was saved with other objects: {', '.join(found)}")
         snapshot.put_into_model(training.model, reader.tree("model"), here)
         snapshot.put_into_optimizer(training.optimizer, reader.tree("optimizer"), here)
         position = Position(**record["position"])
@@ -174,6 +188,8 @@ class Keeper:
             snapshot.load_buffers(training.model, self._own["buffers"])
         self._say_changes(record)
         say_resumed(here, reader.manifest)
+        if self._session is not None:
+            self._session.go_on_from(position.step)
         self._saved_step = position.step
         return position
 
@@ -193,19 +209,25 @@ class Keeper:
         else:
             states = self._own["epoch_generators"] if position.is_midway else self._own["generators"]
             if states is not None:
-                generators.put_back(states)
+                self._put_generators(states)
 
     def put_back_after(self, position: Position) -> None:
         """The random numbers as they were, once the iterator stands where it stood."""
         if self._own is not None and position.is_midway:
-            generators.put_back(self._own["generators"])
+            self._put_generators(self._own["generators"])
         self._own = self._reader = None
 
     def _say_changes(self, record: Mapping[str, Any]) -> None:
         now = self._circumstances()
-        for what in ("arguments", "versions"):
-            if found := changes(record[what], now[what]):
-                say(f"resumed with other {what}: {', '.join(found)}")
+        if found := changes(record["arguments"], now["arguments"]):
+            say(
+                f"launched with other arguments than the run it goes on from: {', '.join(found)}. What the checkpoint "
+                "holds counts: weights, the optimizer's settings, the scheduler's, the loader's seed"
+            )
+        if found := changes(record["versions"], now["versions"]):
+            say(f"resumed with other versions: {', '.join(found)}")
+        if found := changes({"samples": record["length"]}, {"samples": now["length"]}):
+            say(f"the data set has other {found[0]}: in this epoch some may be seen twice or never")
         if found := changes({"shards": record["shards"]}, {"shards": now["shards"]}):
             say(f"resumed with other {found[0]}: the bits are others")
         if self._training.shards is not None:
@@ -231,7 +253,16 @@ class Keeper:
     def begin_epoch(self) -> None:
         """A plain loader draws from the global generators when its iterator is made: it will have to draw the same."""
         if self._saver is not None and not isinstance(self._training.loader, Loader):
-            self._epoch_generators = generators.take()
+            self._epoch_generators = self._take_generators()
+
+    def _take_generators(self) -> dict[str, Any]:
+        own = [each.get_state() for each in generators.of_loader(self._training.loader)]
+        return {**generators.take(), "of loader": own}
+
+    def _put_generators(self, states: Mapping[str, Any]) -> None:
+        generators.put_back(states)
+        for each, state in zip(generators.of_loader(self._training.loader), states["of loader"], strict=False):
+            each.set_state(state)
 
     def _wants_save(self) -> bool:
         """Whether this rank asks for a checkpoint: rank 0 by the clock, the first of each node for its kernel."""
@@ -249,7 +280,12 @@ class Keeper:
         saver = self._saver
         if saver is None:
             return {}
-        return {"save": self._wants_save(), "busy": saver.is_busy, "failed": saver.has_failed}
+        is_torn = saver.has_torn
+        if is_torn:
+            prefix = "model/"
+            self._changing |= {path.removeprefix(prefix) for path in saver.stage.torn if path.startswith(prefix)}
+            saver.stage.clear()
+        return {"save": self._wants_save() or is_torn, "busy": saver.is_busy, "failed": saver.has_failed}
 
     def heard(self, gradients: Gradients) -> None:
         """What all ranks have said.
@@ -257,11 +293,15 @@ class Keeper:
         Raises:
             CheckpointError: one could not write; on all ranks.
         """
-        if self._saver is not None:
-            self._is_asked |= gradients.wants_save
-            self._is_busy = gradients.is_busy
-            if gradients.has_failed:
-                self._saver.raise_failure()
+        if self._saver is None:
+            return
+        self._is_asked |= gradients.wants_save
+        self._is_busy = gradients.is_busy
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        if gradients.has_failed:
+            self._saver.raise_failure()
 
     def wait(self) -> None:
         """Before the optimizer moves."""
@@ -284,15 +324,25 @@ class Keeper:
         if saver is None:
             return
         by_step = habit.steps is not None and position.step % habit.steps == 0
-        by_epoch = epoch_done and habit.steps is None and habit.seconds is None
+        by_epoch = epoch_done and (habit.best is not None or (habit.steps is None and habit.seconds is None))
         is_due = self._is_asked or is_over or by_step or by_epoch
         self._is_asked = False
         if is_due and position.step != self._saved_step:
             if self._is_busy:
-                saver.finish()
-            self._begin(saver, position, loader)
+                self._finish(saver, is_over)
+            if self._failure is None:
+                self._begin(saver, position, loader)
         if is_over:
             saver.finish()
+
+    def _finish(self, saver: Saver, is_over: bool) -> None:
+        """Wait for the one before; that it failed is raised by the next `update`, behind which the loop can go on."""
+        try:
+            saver.finish()
+        except CheckpointError as error:
+            if is_over:
+                raise
+            self._failure = error
 
     def _begin(self, saver: Saver, position: Position, loader: Mapping[str, int] | None) -> None:
         self._saved_step, self._last_save = position.step, time.monotonic()
@@ -303,7 +353,7 @@ class Keeper:
         """What this rank writes: copies, or room for those that the saver's thread makes."""
         training, rank, stage, layout = self._training, self._world.rank, saver.stage, self._layout
         stage.clear()
-        own: dict[str, Any] = {"generators": generators.take(), "epoch_generators": None}
+        own: dict[str, Any] = {"generators": self._take_generators(), "epoch_generators": None}
         if position.is_midway:
             own["epoch_generators"] = self._epoch_generators
         if rank and self._has_own_buffers():
@@ -331,6 +381,7 @@ class Keeper:
             "loader": None if loader is None else dict(loader),
             "layout": layout,
             "optimizer": type(self._training.optimizer).__name__,
+            "classes": {name: type(each).__name__ for name, each in self._training.objects.items()},
             "objects": objects.recorded(self._training.objects, tensors),
             **self._circumstances(),
         }
@@ -342,22 +393,25 @@ class Keeper:
             "versions": versions(),
             "threads": torch.get_num_threads(),
             "shards": self._training.shards,
+            "length": _length_of(self._training.loader),
             "world_size": self._world.world_size,
         }
 
     def _has_own_buffers(self) -> bool:
-        """Whether buffers differ between ranks for good: DDP was told not to send those of rank 0."""
+        """Whether buffers differ between ranks for good: nobody sends those of rank 0."""
         replicas = [each for each in self._training.model.modules() if isinstance(each, Replica)]
-        return bool(replicas) and not replicas[0].broadcast_buffers
+        return self._layout == "sharded" or (bool(replicas) and not replicas[0].broadcast_buffers)
 
     def _score(self, step: int) -> float | None:
+        """What was logged of these very weights, to find the best."""
         session, name = self._session, self._habit.best
         if session is None or name is None or self._world.rank:
             return None
-        score = session.latest(name)
-        if score is None:
-            mistakes.warn(f"best={name!r}: no such value was logged by step {step}; that checkpoint has no score")
-        return score if score is None or math.isfinite(score) else None
+        at_step, score = session.latest(name) or (-1, math.nan)
+        if at_step < 0 and not self._has_warned:
+            self._has_warned = True
+            mistakes.warn(f"best={name!r}: no such value was logged by step {step}")
+        return score if at_step >= step - 1 and math.isfinite(score) else None
 
     def _say_logged(self) -> None:
         """What was logged up to a checkpoint is known before that is: a curve that goes on from there has no gap."""
@@ -378,6 +432,14 @@ _OTHER_LOADER = (
     "the checkpoint lies in the middle of an epoch of another kind of loader, or of another number of ranks: there "
     "only ddpnb.loader(…) can go on, which was not used, then or now"
 )
+
+
+def _length_of(loader: Any) -> int | None:
+    """Samples of a loader's data set; None where it does not say."""
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError):
+        return None
 
 
 def _layout_of(model: nn.Module, world: World) -> str:

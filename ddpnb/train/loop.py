@@ -66,10 +66,11 @@ class Loop:
         scheduler: of the learning rate; stepped once per optimizer step.
         clip_norm: most that the norm of all gradients together may be. None: no limit; the norm is logged all the same.
         checkpoint_every: where the run has a folder (`launch(…, run_dir=…)`): so many optimizer steps, "epoch", or a
-            time such as "10min". There is one at a stop and at the end in any case, always between two steps, once the
-            body of the loop is through. Its writing goes on beside the training.
+            time such as "10min". There is one at a stop and after the last epoch in any case (none at a break), always
+            between two steps, once the body of the loop is through. Its writing goes on beside the training.
         keep: how many of the newest checkpoints stay.
-        best: name of a logged value; the checkpoint with the best stays as well.
+        best: name of a value that is logged, at the end of an epoch say; of the checkpoints made right after that, the
+            one with the best stays as well.
         mode: "min": less is better; "max".
         state: objects of your own with `state_dict()` and `load_state_dict()`, such as an average of the weights; those
             of rank 0 are saved, and all ranks load them.
@@ -99,10 +100,12 @@ class Loop:
     torch.compile. Machines of another kind, or other versions, have other last bits. It was not tried on GPUs, where
     `torch.use_deterministic_algorithms(True)` is needed besides.
 
-    **Resumed** (`launch(…, resume=True)`), the Loop begins where the last checkpoint was made: weights, optimizer,
-    position, random numbers. On as many ranks, with the same versions and threads, it ends with the same bits as if it
-    had never been interrupted, but for comm_hook="powersgd", whose memory is not saved. On another number of ranks with
-    `ddpnb.loader`, each sample is still seen once per epoch. A plain DataLoader is gone through again up to there.
+    **Resumed** (`launch(…, resume=True)`), the Loop begins where the last checkpoint was made: weights, optimizer and
+    its settings, position, random numbers. On as many ranks, with the same versions and threads, it ends with the same
+    bits as if it had never been interrupted, but for comm_hook="powersgd", whose memory is not saved, and
+    static_graph=True on three or more ranks. On another number of ranks with `ddpnb.loader`, each sample is still seen
+    once per epoch. A plain DataLoader is gone through again up to there: its bits are the same too, unless its workers
+    are persistent, or it is over an IterableDataset that draws random numbers.
 
     Raises:
         TypeError, ValueError: an argument that cannot be.
@@ -343,6 +346,8 @@ class _Turns(Turns):
             self._keep(is_over)
         loop.epoch_done = False
         if is_over:
+            if self._resumed is not None:  # there was nothing left to do
+                loop._keeper.put_back_before(self._resumed)
             next(self._epochs, None)
             raise StopIteration
         batch = self.hand_out(self.epoch or self._begin_epoch())

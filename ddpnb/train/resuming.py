@@ -51,9 +51,10 @@ def agree() -> Found:
     if choice["error"]:
         raise CheckpointError(choice["error"])
     run, checkpoint = (None if choice[name] is None else Path(choice[name]) for name in ("run", "checkpoint"))
-    for rank, text in enumerate(gather(None if checkpoint is None else difference(checkpoint, choice["seal"]))):
-        if text:
-            raise CheckpointError(f"rank {rank}: {text}")
+    if checkpoint is not None:
+        for rank, text in enumerate(gather(difference(checkpoint, choice["seal"]))):
+            if text:
+                raise CheckpointError(f"rank {rank}: {text}")
     return Found(run, checkpoint)
 
 

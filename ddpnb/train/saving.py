@@ -14,9 +14,9 @@ import math
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Literal
 
 from .. import checkpoints
@@ -69,22 +69,20 @@ class Saver:
         self.stage = Stage(device())
         self._run, self._world, self._keep, self._mode = run, world, keep, mode
         self._before_handing_in, self._on_saved = before_handing_in, on_saved
-        self._drafts: SimpleQueue[Draft | None] = SimpleQueue()
-        self._is_idle = threading.Event()
-        self._is_idle.set()
+        self._pool = ThreadPoolExecutor(1, "ddpnb-saver")  # whoever leaves the function waits until all is written
+        self._work: Future[None] | None = None
         self._is_given_up = threading.Event()
         self._error: str | None = None
+        self._has_torn = False
         self._folder: Path | None = None  # of the draft at hand
 
     def open(self) -> None:
-        """Have a thread that writes, until `close`."""
-        # No daemon: whoever leaves the function waits until all is written. There before it is needed: a thread that
-        # is just being started keeps the one that starts it waiting.
-        threading.Thread(target=self._save_all, name="ddpnb-saver").start()
+        """Have the thread there before it is needed: one that is being started keeps the one that starts it waiting."""
+        self._pool.submit(lambda: None)
 
     def close(self) -> None:
         """No more is to be written than what has been begun."""
-        self._drafts.put(None)
+        self._pool.shutdown(wait=False)
 
     @property
     def has_failed(self) -> bool:
@@ -94,13 +92,18 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """This rank is still writing."""
-        return not self._is_idle.is_set()
+        return self._work is not None and not self._work.done()
+
+    @property
+    def has_torn(self) -> bool:
+        """The last one was given up, since a forward has changed what was being copied. It is copied at once now."""
+        return self._has_torn and not self.is_busy
 
     def begin(self, draft: Draft) -> None:
         """Write it, beside the training. No rank may be busy, or have failed: `finish` waits for that."""
         self.stage.begin()
-        self._is_idle.clear()
-        self._drafts.put(draft)
+        self._has_torn = False
+        self._work = self._pool.submit(self._save, draft)
 
     def finish(self) -> None:
         """Wait until all ranks' parts are written, and published; call it on all ranks.
@@ -109,12 +112,17 @@ class Saver:
             CheckpointError: a rank could not, on all ranks.
         """
         if self._world.rank:
-            self._is_idle.wait()
+            self._wait()
         errors = gather(self._error)
         if not any(errors):
-            self._is_idle.wait()
+            self._wait()
             errors = gather(self._error)  # rank 0 has published, or could not
         self._raise(errors)
+
+    def _wait(self) -> None:
+        """Until this rank's thread has nothing to do."""
+        if self._work is not None:
+            self._work.result()
 
     def raise_failure(self) -> None:
         """A rank has failed: raise its error on all ranks, which all call this at the same step."""
@@ -131,7 +139,7 @@ class Saver:
     def _give_up(self) -> None:
         """Publish nothing of what is on its way, and be ready for another attempt."""
         self._is_given_up.set()
-        self._is_idle.wait()
+        self._wait()
         self._is_given_up.clear()
         self._error = None
         if self._folder is not None:
@@ -139,16 +147,12 @@ class Saver:
 
     # ---- in the thread
 
-    def _save_all(self) -> None:
-        while (draft := self._drafts.get()) is not None:
-            try:
-                self._save(draft)
-            finally:
-                self._is_idle.set()
-
     def _save(self, draft: Draft) -> None:
         try:
             self.stage.copy()
+            if self.stage.torn:
+                self._has_torn = True
+                return
             target = checkpoints.folder_of(self._run) / checkpoints.name_of(draft.step)
             self._folder = folder = checkpoints.begin(target)
             files = {name: write_file(folder / name, _tree(content)) for name, content in draft.files.items()}
@@ -180,15 +184,15 @@ def _tree(content: Any) -> Any:
 
 def _best(run: Path, mode: Mode) -> list[Path]:
     """The checkpoint with the best score, if any has one; nan is the worst."""
-    scored: list[tuple[float, Path]] = []
+    scored: list[tuple[float, int, Path]] = []
     for found in checkpoints.published(run):
         try:
             score = checkpoints.read_manifest(found).score
         except CheckpointError:
             continue
         if score is not None and not math.isnan(score):
-            scored.append((score if mode == "min" else -score, found))
-    return [min(scored, key=lambda each: each[0])[1]] if scored else []
+            scored.append((score if mode == "min" else -score, checkpoints.step_of(found), found))
+    return [min(scored)[-1]] if scored else []
 
 
 def _standing(run: Path) -> str:

@@ -82,10 +82,11 @@ def as_part(tensor: torch.Tensor, place: dict[str, Any] | None) -> Tree:
     return tensor if place is None else {_PART: tensor, **place}
 
 
-def changed_by_forwards(model: nn.Module) -> frozenset[str]:
-    """Names, in `named_state`, of what a forward may change: buffers, and what a module has beside its tensors."""
+def changed_by_forwards(model: nn.Module, optimizer: Optimizer) -> frozenset[str]:
+    """Names, in `named_state`, of what may change before the optimizer steps: all that is not trained by it."""
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
     state = named_state(model, keep_vars=True)
-    return frozenset(name for name, value in state.items() if not isinstance(value, nn.Parameter))
+    return frozenset(name for name, value in state.items() if id(value) not in trained)
 
 
 def parts(state: Mapping[str, Any]) -> dict[str, Tree]:

@@ -37,6 +37,9 @@ class Stage:
         self._device = device
         self._kept: dict[str, torch.Tensor] = {}  # {path in the trees: memory on the CPU}
         self._left: list[tuple[Later, str, Any, Set[str]]] = []
+        self._versions: dict[str, tuple[torch.Tensor, int]] = {}  # of what is left, by path
+        self.torn: set[str] = set()
+        """Paths of what was changed while it was copied, the last time."""
         self._is_copied = threading.Event()
         self._is_copied.set()
         self._began: torch.Event | None = None
@@ -44,7 +47,7 @@ class Stage:
 
     def clear(self) -> None:
         """Begin anew; what a checkpoint that could not be made has left is forgotten."""
-        self._left = []
+        self._left, self._versions, self.torn = [], {}, set()
 
     def take(self, name: str, value: Any) -> Tree:
         """A tree of `value`, nested dicts, lists and tuples of tensors and plain values, whose tensors are copies.
@@ -60,6 +63,11 @@ class Stage:
         copied = frozenset(f"{name}/{key}" for key in changing)
         for key in changing:
             self.take(f"{name}/{key}", value[key])
+        self._versions |= {
+            f"{name}/{key}": (tensor, tensor._version)
+            for key, tensor in value.items()
+            if key not in changing and isinstance(tensor, torch.Tensor)
+        }
         later = Later()
         self._left.append((later, name, value, copied))
         return later
@@ -77,8 +85,9 @@ class Stage:
             with self._stream():
                 for later, name, value, copied in self._left:
                     later.tree = plain(value, name, partial(self._copy_but, copied))
+            self.torn = {path for path, (tensor, version) in self._versions.items() if tensor._version != version}
         finally:
-            self._left = []
+            self._left, self._versions = [], {}
             self._is_copied.set()
         if self._copied is not None:
             self._copied.synchronize()

@@ -1,6 +1,6 @@
 """What a `Loop` saves of its training, when, and how it finds its way back into it.
 
-    model.pt, optimizer.pt      rank 0's; with sharded weights, or ranks that train apart, model-0.pt, model-1.pt, …
+    model.pt, optimizer.pt      rank 0's; with sharded weights each rank's own, model-0.pt, model-1.pt, …
     rank-0.pt, rank-1.pt, …     each rank's random numbers, and buffers where they differ between ranks
     state.json, state.pt        all else: position, scheduler, scaler, the user's own; and the tensors of those
 
@@ -359,8 +359,8 @@ class Keeper:
         if rank and self._has_own_buffers():
             own["buffers"] = stage.take("buffers", dict(unwrap(training.model).named_buffers()))
         files: dict[str, Any] = {f"rank-{rank}.pt": own}
-        if rank == 0 or layout != "whole":
-            end = "" if layout == "whole" else f"-{rank}"
+        if rank == 0 or layout == "sharded":
+            end = f"-{rank}" if layout == "sharded" else ""
             state = named_state(training.model)
             if layout == "sharded":
                 state = snapshot.parts(state)  # a forward puts the whole in their place

@@ -151,21 +151,13 @@ class Reader:
         """The whole tree of `name`, "model" or "optimizer", whoever has written its parts.
 
         Raises:
-            CheckpointError: there is none in it; or each rank had trained weights of its own, and there were more
-                ranks, or fewer.
+            CheckpointError: there is none in it.
         """
         if f"{name}.pt" in self.manifest.files:
             return snapshot.load(self._path(name, ".pt"))
         if not self.holds(name):
             raise CheckpointError(f"{self.checkpoint} was saved without {name}=")
         parts = range(self.manifest.world_size)
-        if self.record["layout"] == "apart":
-            if self.world.world_size != self.manifest.world_size:
-                raise CheckpointError(
-                    f"{self.checkpoint} is of {self.manifest.world_size} ranks that trained weights of their own, and "
-                    f"this run has {self.world.world_size}"
-                )
-            return snapshot.load(self._path(name, f"-{self.world.rank}.pt"))
         return snapshot.joined([snapshot.load(self._path(name, f"-{rank}.pt")) for rank in parts])
 
     def of_rank(self) -> Tree | None:

@@ -69,15 +69,15 @@ def train(steps: int = 20, *, learning_rate: float = 0.1) -> float:
 
 
 def save(steps: int, first: int = 1) -> None:
-    """Log some steps, and publish what stands for a checkpoint after the last of them."""
+    """Log some steps, numbered from 0 as a Loop's, and publish what stands for a checkpoint after the last of them."""
     session = current_session()
     assert session is not None
     assert session.folder is not None
     for step in range(first, first + steps):
-        ddpnb.log({"loss": 1 / step + ddpnb.rank()}, step=step)
+        ddpnb.log({"loss": 1 / step + ddpnb.rank()}, step=step - 1)
     path = checkpoint(session.folder, first + steps - 1)
     session.tell(Saved(rank=ddpnb.rank(), time=time.monotonic(), path=str(path), step=first + steps - 1, epoch=0))
-    ddpnb.log({"loss": 99.0}, step=first + steps)  # what is done after the checkpoint will be done again
+    ddpnb.log({"loss": 99.0}, step=first + steps - 1)  # what is done after the checkpoint will be done again
 
 
 def resume(steps: int) -> tuple[str, ...]:
@@ -698,7 +698,7 @@ def test_the_curve_goes_on_where_it_was(tmp_path: Path) -> None:
     second.results()
 
     whole = [1 / step for step in range(1, 9)]
-    assert list(range(1, 10)) == second.history.steps("loss", 0).tolist()
+    assert list(range(9)) == second.history.steps("loss", 0).tolist()
     assert [*whole, 99.0] == second.history["loss", 0].tolist()
     assert [*(value + 1 for value in whole), 99.0] == second.history["loss", 1].tolist()
     times = second.state.history["loss"][0].columns()[2]
@@ -730,8 +730,8 @@ def _on_ranks(of_rank_zero: Callable[[], object], steps: int) -> None:
         return
     first = int(session.candidates[0].name.removeprefix("step-")) + 1 if session.candidates else 1
     for step in range(first, first + steps):
-        ddpnb.log({"loss": 1 / step + ddpnb.rank()}, step=step)
-    ddpnb.log({"loss": 99.0}, step=first + steps)
+        ddpnb.log({"loss": 1 / step + ddpnb.rank()}, step=step - 1)
+    ddpnb.log({"loss": 99.0}, step=first + steps - 1)
 
 
 def test_a_missing_journal_of_the_earlier_run_is_a_note(tmp_path: Path) -> None:
@@ -739,7 +739,7 @@ def test_a_missing_journal_of_the_earlier_run_is_a_note(tmp_path: Path) -> None:
     run = ddpnb.launch(resume, 2, run_dir=tmp_path, resume=earlier, nproc_per_node=1, view=False)
     run.result()
 
-    assert [5, 6, 7] == run.history.steps("loss").tolist()
+    assert [4, 5, 6] == run.history.steps("loss").tolist()
     path = earlier / "journal.jsonl"
     assert (f"the curve begins here: {path} cannot be read: No such file or directory",) == run.state.notes
     assert run.state.notes == ddpnb.open_run(run.dir or tmp_path).state.notes

@@ -251,10 +251,10 @@ def _given(value: torch.Tensor, _: str) -> None:
 
 
 def _write(target: Path, epoch: int, world_size: int, files: Mapping[str, Any]) -> None:
-    _refuse_foreign(target)
     for folder in reversed(target.parents):
         checkpoints.make_folder(folder)
     with _draft_alone(target) as draft:
+        _refuse_foreign(target)
         written: dict[str, File] = {name: write_file(draft / name, content) for name, content in files.items()}
         manifest = Manifest(step=0, epoch=epoch, world_size=world_size, files=written)
         checkpoints.publish(draft, target, manifest)

@@ -235,7 +235,7 @@ _of_this_kernel: weakref.WeakSet[Run] = weakref.WeakSet()
 def _await_stopping(run_dir: Path) -> None:
     """Wait for a run there that has just been told to stop: it is about to save."""
     for run in list(_of_this_kernel):
-        if run.dir is not None and run.dir.parent == run_dir and run.state.asked:
+        if run.dir is not None and run.dir.parent == run_dir and (run._is_ending or run.state.status == "stopping"):
             run.wait()
 
 
@@ -249,6 +249,7 @@ class Run:
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._supervisor: Supervisor | None = None
+        self._is_ending = False  # asked to, though the state may not know yet
         self._value_in_place: Any = None
         self._values: dict[int, Any] = {}  # {rank: unpacked value}
         self._has_changed = threading.Condition()
@@ -500,6 +501,7 @@ class Run:
 
     def _ask(self, how: Literal["stop", "kill"]) -> None:
         if self._supervisor is not None and not self.done():
+            self._is_ending = True
             self._supervisor.ask(how)
 
     def _call_in_place(

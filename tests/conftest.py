@@ -6,10 +6,12 @@ import ast
 import os
 import queue
 import re
+import subprocess
 import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -217,3 +219,14 @@ def kernel(shared_kernel: Kernel) -> Iterator[Kernel]:
     """The module's kernel; after each test no worker may be left."""
     yield shared_kernel
     wait_until(lambda: not shared_kernel.workers(), what="the end of all workers")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]).returncode:
+        pytest.skip("may not mount a disk")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)

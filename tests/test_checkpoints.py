@@ -7,7 +7,7 @@ import json
 import os
 import random
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,6 @@ def run(tmp_path: Path) -> Path:
     path = tmp_path / "ein Ordner mit Ümläuten 数"
     path.mkdir()
     return path
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 1 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]).returncode:
-        pytest.skip("may not mount a disk")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
 
 
 def save(run: Path, step: int, score: float | None = None, contents: dict[str, bytes] = CONTENTS) -> Path:

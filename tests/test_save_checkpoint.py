@@ -132,17 +132,6 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 1 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]).returncode:
-        pytest.skip("may not mount a disk")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-
-
 # ---- there and back, in one process
 
 

@@ -1,8 +1,8 @@
 """All that is said about a run: one frozen dataclass per kind, and who says it.
 
 `FromWorker` crosses a rank's own pipe. `FromLauncher` is what the kernel sees from outside, since a crashed worker
-cannot speak. Nothing is sent *to* a worker yet: a stop is written on the run's shared page (`agreement.py`), and the
-kernel's end shows on the worker's lifeline.
+cannot speak. Nothing is sent *to* a worker: what is asked of it, a stop, a pause, another learning rate, is written on
+the run's shared page (`agreement.py`), and the kernel's end shows on the worker's lifeline.
 
 Objects of the user travel as `bytes` and are unpacked only by whoever asks for them, so that neither a decoder nor a
 fold can fail on a user's class.
@@ -18,6 +18,9 @@ from typing import Literal
 PhaseName = Literal["starting", "unpacking", "rendezvous", "running", "threads", "leaving"]
 """What a worker is busy with: before its first word; loading the function; making the process group; in the function;
 waiting for non-daemon threads that the function left running; tearing down."""
+
+Setting = float | int | bool | str
+"""A value that can be changed while a run goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +116,60 @@ class Resumed(RankMessage):
     """Optimizer steps that had been made by then."""
     epoch: int
     """Number of the epoch that goes on, from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paused(RankMessage):
+    """The rank stands still between two steps, as it was asked to."""
+
+    check: int
+    """Number of the `should_stop()` call in which it waits, from 1; the same on all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpaused(RankMessage):
+    """The rank goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered(RankMessage):
+    """A value that `Run.set` can change: one that the function reads with `setting()`, or its optimizer's."""
+
+    name: str
+    value: Setting
+    """As it is now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied(RankMessage):
+    """A value was changed by `Run.set`, on all ranks at the same step. Rank 0 alone says it, for all."""
+
+    name: str
+    before: Setting | None
+    """What it was; None where nothing has read it yet."""
+    value: Setting
+    """What it is now."""
+    step: int
+    """The first step that is made with it, as steps are counted in `log()`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paced(RankMessage):
+    """How the rank spends its steps: medians over the newest ones, in seconds; and what it holds."""
+
+    num_steps: int
+    """Steps that were timed so far; 0: none, and the times say nothing."""
+    step: float
+    """From the end of one step to the end of the next, pauses left out."""
+    data: float
+    """Of it: waiting for the next batch."""
+    wait: float | None
+    """Of it: waiting for other ranks, from this rank's own last gradient to the end of the reduction. None where that
+    cannot be seen: a rank by itself, a GPU, a loop whose model is not wrapped."""
+    samples: float | None
+    """Samples a second of this rank; None where they are not counted."""
+    memory: int | None
+    """Bytes that it holds now: of its device, or of the machine for a CPU. None where that cannot be known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +279,33 @@ class Asked(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Steered(Message):
+    """The kernel has asked the workers to pause, or to go on."""
+
+    how: Literal["pause", "unpause"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halted(RankMessage):
+    """The process was stopped from outside, by SIGSTOP say, or goes on again."""
+
+    halted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hung(Message):
+    """No rank makes steps any more, or one does not; where each stands was told just before."""
+
+    silence: float
+    """Seconds since the last step of the rank that has been silent longest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Woke(Message):
+    """What hung makes steps again, or the user wants to wait longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Noted(Message):
     """Something the user should know: an option without effect, a slower way taken. A worker may say it too."""
 
@@ -241,6 +325,37 @@ class Interrupted(Message):
     """The run's kernel ended before the run did. Said by whoever reads the run's folder; `time` is of the last word."""
 
 
-FromWorker = Started | Phase | Metrics | Progress | Stopping | Saved | Resumed | Noted | Returned | Raised
-FromLauncher = Output | Exited | Stack | Met | Lost | Recalled | Asked | Noted | Ended | Interrupted
+FromWorker = (
+    Started
+    | Phase
+    | Metrics
+    | Progress
+    | Stopping
+    | Paused
+    | Unpaused
+    | Offered
+    | Applied
+    | Paced
+    | Saved
+    | Resumed
+    | Noted
+    | Returned
+    | Raised
+)
+FromLauncher = (
+    Output
+    | Exited
+    | Stack
+    | Met
+    | Lost
+    | Recalled
+    | Asked
+    | Steered
+    | Halted
+    | Hung
+    | Woke
+    | Noted
+    | Ended
+    | Interrupted
+)
 AnyMessage = FromWorker | FromLauncher

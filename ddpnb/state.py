@@ -16,15 +16,21 @@ from typing import Literal, assert_never
 
 from .messages import (
     AnyMessage,
+    Applied,
     Asked,
     Ended,
     Exited,
+    Halted,
+    Hung,
     Interrupted,
     Lost,
     Met,
     Metrics,
     Noted,
+    Offered,
     Output,
+    Paced,
+    Paused,
     Phase,
     PhaseName,
     Progress,
@@ -36,11 +42,14 @@ from .messages import (
     Saved,
     Stack,
     Started,
+    Steered,
     Stopping,
+    Unpaused,
+    Woke,
 )
 from .series import Series
 
-Status = Literal["starting", "running", "stopping", "finished", "failed", "stopped", "killed", "interrupted"]
+Status = Literal["starting", "running", "paused", "stopping", "finished", "failed", "stopped", "killed", "interrupted"]
 
 OUTPUT_LIMIT = 1_000_000
 """Characters of output kept per rank; the oldest go first, and it is said."""
@@ -51,6 +60,7 @@ ECHO_SETTLES = 0.5
 """Seconds in which a cause may still follow, where only echoes are known."""
 
 _SIGABRT = -6
+_MOST_APPLIED = 1000
 _BEFORE_THE_FUNCTION: tuple[PhaseName, ...] = ("starting", "unpacking", "rendezvous")
 
 
@@ -112,6 +122,12 @@ class RankState:
     """Loops under way, outermost first."""
     stopping: Stopping | None = None
     """Set once it has acknowledged a stop."""
+    paused: Paused | None = None
+    """Set while it stands still."""
+    halted: bool = False
+    """Its process was stopped from outside."""
+    paced: Paced | None = None
+    """How it spends its steps; None before it has said so."""
     returned: Returned | None = None
     raised: Raised | None = None
     exited: Exited | None = None
@@ -148,6 +164,17 @@ class RunState:
     """What the kernel has asked of the workers."""
     lost: tuple[Lost, ...] = ()
     """Other nodes that have failed or gone."""
+    pausing: bool = False
+    """The kernel has asked the workers to pause; they do so once all have come to the same step."""
+    paused_since: float | None = None
+    """Monotonic time at which all ranks stood still; None while they do not."""
+    paused_for: float = 0.0
+    """Seconds of the pauses that are over."""
+    offered: Mapping[str, Offered] = field(default_factory=dict)  # {name: its present value}
+    applied: tuple[Applied, ...] = ()
+    """What `Run.set` has changed, oldest first."""
+    hung: Hung | None = None
+    """Set while ranks make no steps that should."""
     saved: Saved | None = None
     """The last checkpoint; None before the first."""
     resumed: Resumed | None = None
@@ -164,6 +191,8 @@ class RunState:
         if self.ended is None:
             if self.asked or self.first_failure:
                 return "stopping"
+            if self.paused_since is not None:
+                return "paused"
             return "starting" if any(rank.phase in _BEFORE_THE_FUNCTION for rank in self.ranks) else "running"
         if self.first_failure or self.problem:
             return "failed"
@@ -253,6 +282,18 @@ def fold(state: RunState, message: AnyMessage) -> RunState:
             return _with_rank(state, message, progress=(*outer, message))
         case Stopping():
             return _with_rank(state, message, stopping=message)
+        case Paused():
+            return _paused(_with_rank(state, message, paused=message), message.time)
+        case Unpaused():
+            return _paused(_with_rank(state, message, paused=None), message.time)
+        case Offered():
+            return replace(state, offered={**state.offered, message.name: message})
+        case Applied():
+            offered = Offered(rank=message.rank, time=message.time, name=message.name, value=message.value)
+            applied = (*state.applied, message)[-_MOST_APPLIED:]
+            return replace(state, offered={**state.offered, message.name: offered}, applied=applied)
+        case Paced():
+            return _with_rank(state, message, paced=message)
         case Saved():
             return replace(state, saved=message)
         case Resumed():
@@ -273,14 +314,33 @@ def fold(state: RunState, message: AnyMessage) -> RunState:
         case Asked():
             # A kill outranks the stop before it.
             return replace(state, asked="kill" if state.asked == "kill" else message.how)
+        case Steered():
+            return replace(state, pausing=message.how == "pause")
+        case Halted():
+            return _with_rank(state, message, halted=message.halted)
+        case Hung():
+            return replace(state, hung=message)
+        case Woke():
+            return replace(state, hung=None)
         case Noted():
             return replace(state, notes=(*state.notes, message.text))
         case Ended():
-            return replace(state, ended=message.time, problem=message.problem)
+            return replace(_paused(state, message.time, is_over=True), ended=message.time, problem=message.problem)
         case Interrupted():
             return replace(state, ended=message.time, interrupted=True)
         case _:
             assert_never(message)
+
+
+def _paused(state: RunState, time: float, *, is_over: bool = False) -> RunState:
+    """The state with its clock of pauses: it runs while every rank that has more to say stands still."""
+    waiting = [rank for rank in state.ranks if not rank.has_reported]
+    stands = bool(waiting) and all(rank.paused for rank in waiting) and not is_over
+    if stands and state.paused_since is None:
+        return replace(state, paused_since=time)
+    if not stands and state.paused_since is not None:
+        return replace(state, paused_since=None, paused_for=state.paused_for + time - state.paused_since)
+    return state
 
 
 def _before(recalled: Recalled, own: Series | None) -> Series:

@@ -76,6 +76,7 @@ _STYLE = "".join(
 _HUES = {
     "starting": "wait",
     "running": "good",
+    "paused": "wait",
     "stopping": "wait",
     "finished": "good",
     "failed": "bad",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -71,8 +72,9 @@ class Painter:
     """Draws views from one daemon thread, which lives as long as one of their runs does."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of the two below
+        self._lock = threading.Lock()  # of the three below
         self._turns: list[_Turn] = []
+        self._calls: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
 
@@ -82,25 +84,43 @@ class Painter:
         view.run.watchers.append(turn.changed)
         with self._lock:
             self._turns.append(turn)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._paint, name="ddpnb-view", daemon=True)
-                self._thread.start()
+            self._have_thread()
         # The run may have ended before it had this watcher.
         turn.changed(view.run)
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Call `function` soon in the one thread that writes to widgets. Callbacks of widgets come in any thread."""
+        with self._lock:
+            self._calls.append(function)
+            self._have_thread()
+        self._wake.set()
+
+    def _have_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._paint, name="ddpnb-view", daemon=True)
+            self._thread.start()
+
     def _paint(self) -> None:
-        while turns := self._unfinished():
-            pause = min(turn.take(time.monotonic()) for turn in turns)
+        while (turns := self._unfinished()) is not None:
+            pause = min((turn.take(time.monotonic()) for turn in turns))
             self._wake.wait(max(0.0, pause))
             self._wake.clear()
 
-    def _unfinished(self) -> list[_Turn]:
-        with self._lock:
-            self._turns = [turn for turn in self._turns if not turn.is_over]
-            if not self._turns:
-                # Under the lock: `add` starts a new thread or this one has seen its view.
-                self._thread = None
-            return list(self._turns)
+    def _unfinished(self) -> list[_Turn] | None:
+        """The views that are to be drawn, once all calls are made; None: there is nothing to do any more."""
+        while True:
+            with self._lock:
+                if not self._calls:
+                    self._turns = [turn for turn in self._turns if not turn.is_over]
+                    if not self._turns:
+                        # Under the lock: whoever comes next starts a new thread or this one has seen it.
+                        self._thread = None
+                    return list(self._turns) or None
+                function = self._calls.popleft()
+            try:
+                function()
+            except Exception:
+                traceback.print_exc()  # the thread goes on for all others
 
 
 class _Turn:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .agreement import Page
 from .messages import FromWorker, Metrics, Progress, Stopping
+from .stopwatch import Stopwatch
 from .world import World, is_under_torchrun
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ class Session:
         self.folder = folder
         self.candidates = candidates
         self.arguments = arguments
+        self.stopwatch = Stopwatch(place, device)
         self._lifeline = lifeline
         self.records: deque[tuple[int | None, float, dict[str, Any]]] = deque()  # (step, time, {name: value})
         self.loops: list[_Loop[Any]] = []  # under way or just over, outermost first
@@ -261,13 +263,15 @@ class Session:
         return self._latest.get(name)
 
     def flush(self, *, wait: bool = False) -> None:
-        """Send what was logged and how far the loops are.
+        """Send what was logged, how far the loops are, and how steps are spent.
 
         Args:
             wait: also for values that are still on their way from a GPU.
         """
         with self._flushing:
             messages: list[FromWorker] = [*self._metrics(wait), *self._progress()]
+            if paced := self.stopwatch.news(last=wait):
+                messages.append(paced)
             if messages:
                 self._send(*messages)
         if self._page is not None:
@@ -445,6 +449,11 @@ _tensor: Any = ()
 def current_session() -> Session | None:
     """This process's session; None outside of a launched function."""
     return _session
+
+
+def stopwatch() -> Stopwatch:
+    """What takes the times of this process's steps; outside of a launched function one that nobody reads."""
+    return (_session or _nobody).stopwatch
 
 
 def _place() -> World:

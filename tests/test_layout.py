@@ -29,6 +29,7 @@ WORKER_SIDE = (
     "errors",
     "checkpoints",
     "lifeline",
+    "stopwatch",
 )
 NOT_IN_A_WORKER = {"IPython", "ipywidgets", "matplotlib", "ipykernel"}
 

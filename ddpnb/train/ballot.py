@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from ..context import stopwatch
 
 NUM_NUMBERS = 8
 """How many there are."""
@@ -66,7 +69,9 @@ class CollectiveBallot:
     def count(self) -> list[float]:
         """As `Ballot.count`."""
         sums = torch.tensor(self._numbers, dtype=torch.float64, device=self._device)
+        began = monotonic()
         dist.all_reduce(sums)
+        stopwatch().waited(began)
         self.is_awaited = False
         return sums.tolist()
 

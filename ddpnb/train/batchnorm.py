@@ -8,6 +8,7 @@ Runs in: worker (and wherever else the model is called)
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.nn.modules._functions import SyncBatchNorm as _TorchKernels
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
+
+from ..context import stopwatch
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -184,7 +187,9 @@ def _joint_batch_norm(
         return output.to(input.dtype)
     local = _moments(input)
     parts = [torch.empty_like(local) for _ in range(world_size)]
+    began = monotonic()
     dist.all_gather(parts, local, group=group)
+    stopwatch().waited(began)
     mean, squares, count = _merge(torch.stack(parts))
     if count == 1:
         raise ValueError(
@@ -262,7 +267,9 @@ class _Normalise(Function):
         grad_input = None
         if ctx.needs_input_grad[0]:
             sums = torch.stack([grad_bias, covariance])  # a copy: the parameters' gradients stay this rank's own
+            began = monotonic()
             dist.all_reduce(sums, group=ctx.group)
+            stopwatch().waited(began)
             mean_grad, mean_covariance = sums / max(ctx.count, 1)
             scale = inverse_std if weight is None else inverse_std * weight
             slope = scale * inverse_std.square() * mean_covariance

@@ -6,10 +6,12 @@ Runs in: worker (and wherever else the function is called)
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from time import monotonic
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..context import stopwatch
 from .batches import cut, num_samples
 from .loading import Loader
 from .reduction import gather
@@ -104,8 +106,13 @@ class Epoch:
 
     def _fetch(self) -> tuple[Any, int | None]:
         """The loader's next batch and its samples, which our own loader knows whatever the batch is made of."""
+        if isinstance(self._loader, Loader):
+            return next(self._batches, _NOTHING), self._loader.local_samples
+        began = monotonic()
         batch = next(self._batches, _NOTHING)
-        return batch, self._loader.local_samples if isinstance(self._loader, Loader) else num_samples(batch)
+        size = num_samples(batch)
+        stopwatch().fetched(began, size)
+        return batch, size
 
 
 def place_of(loader: object) -> dict[str, int] | None:

@@ -18,6 +18,7 @@ import itertools
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..context import device
+from ..context import device, stopwatch
 
 _LENGTH = struct.Struct("=q")
 _REFUSALS = {kind.__name__: kind for kind in (TypeError, ValueError, OverflowError)}
@@ -83,7 +84,9 @@ def exchanged(own: Tensor, num_ranks: int) -> list[Tensor]:
 def _all_gathered(tensor: Tensor, num_ranks: int) -> Tensor:
     """(length,) of each rank -> (num_ranks, length)."""
     row = tensor.new_empty(num_ranks * len(tensor))
+    began = monotonic()
     dist.all_gather_single(row, tensor)
+    stopwatch().waited(began)
     return row.view(num_ranks, len(tensor))
 
 

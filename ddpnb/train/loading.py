@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count, islice
+from time import monotonic
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -30,7 +31,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ..context import device
+from ..context import device, stopwatch
 from ..world import World
 from .membership import join
 from .sampling import Cut, GlobalBatchSampler, Place, Request, generators_kept, hashed, seed_generators
@@ -302,11 +303,13 @@ class _Iteration(Iterator[Any]):
                 "this iteration over a loader was left when another was begun, or a state loaded; two at the same "
                 "time need two loaders"
             )
+        began = monotonic()
         try:
             size, stop, batch = next(self._parcels)
         except StopIteration:
             loader._is_over = True
             raise
+        stopwatch().fetched(began, size)
         loader.local_samples = size
         loader._place = self._place = dataclasses.replace(self._place, samples=stop)
         loader._is_over = loader._feed.is_over(stop)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..context import current_session, device, log, progress, should_stop
+from ..context import current_session, device, log, progress, should_stop, stopwatch
 from . import checks as mistakes
 from . import objects
 from .epoch import Epoch, batch_size, num_batches_of_all, place_of, set_epoch
@@ -266,6 +266,8 @@ class Loop:
             self._step_optimizer(factor, is_finite)
             self._count(norm, is_finite)
         self._steps.clear()
+        if not self._steps.is_timed:
+            stopwatch().end_step()
         self.samples += gradients.num_samples
         return gradients
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from ..context import stopwatch
 from .ballot import Ballot, BucketBallot, CollectiveBallot, new_slip, slip_in, trigger_of
 from .compression import check_comm_hook
+from .reduced import Reduction
 
 
 class Turn(Protocol):
@@ -49,14 +53,21 @@ class Replica(DistributedDataParallel):
         self._trained = self._trainable()
         self._hidden = (slip,)  # a tuple: of a bare parameter nn.Module would take notice
         self._turn: weakref.ref[Turn] | None = None
+        self._reduction: Reduction | None = None
         self._ballots = [self._first_ballot()]
         if dist.get_world_size() > 2 and not self.static_graph and not self.find_unused_parameters:
             self._settle_buckets()
+        self._reduction = self._watched_reduction()
 
     @property
     def ballot(self) -> Ballot:
         """What counts the numbers of this model's steps."""
         return self._ballots[-1]
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the session's stopwatch hears of each reduction."""
+        return self._reduction is not None
 
     def follow(self, turn: Turn) -> None:
         """Reduce gradients only in the last micro-batch of the windows that `turn` hands out, while it exists.
@@ -119,7 +130,7 @@ class Replica(DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         """As DDP's, for `copy` and `pickle`, without what is of this very model: its hooks, its loop."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        del state["_ballots"]
+        del state["_ballots"], state["_reduction"]
         return {**state, "_turn": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -128,6 +139,14 @@ class Replica(DistributedDataParallel):
             super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._trained = self._trainable()
         self._ballots = [self._first_ballot()]
+        self._reduction = self._watched_reduction()
+
+    @_disable_dynamo  # it traces none of DDP's own methods either
+    def _sync_buffers(self) -> None:
+        """As DDP's: before a forward all ranks wait for the buffers of rank 0."""
+        began = monotonic()
+        super()._sync_buffers()  # type: ignore[no-untyped-call]
+        stopwatch().waited(began)
 
     def _settle_buckets(self) -> None:
         """Have the buckets as they stay from the first step on.
@@ -151,6 +170,8 @@ class Replica(DistributedDataParallel):
     def _await_backward(self) -> None:
         for each in self._ballots:
             each.is_awaited = True
+        if self._reduction is not None:
+            self._reduction.is_awaited = True
 
     def _first_ballot(self) -> Ballot:
         (slip,) = self._hidden
@@ -161,6 +182,14 @@ class Replica(DistributedDataParallel):
         ballot = BucketBallot(slip, trigger)
         weakref.finalize(self, ballot.close)
         return ballot
+
+    def _watched_reduction(self) -> Reduction | None:
+        trigger = trigger_of(self.module)
+        if trigger is None:
+            return None
+        reduction = Reduction(trigger)
+        weakref.finalize(self, reduction.close)
+        return reduction
 
 
 def nothing(module: nn.Module) -> torch.Tensor:

@@ -82,6 +82,11 @@ class ShardSteps(Steps):
         if self._replica is not None:
             self._replica.require_forward_param_sync = False  # DDP would begin with a broadcast of the buffers
 
+    @property
+    def is_timed(self) -> bool:
+        """As `Steps.is_timed`: DDP reduces nothing."""
+        return False
+
     def look_again(self) -> None:
         """As `Steps.look_again`."""
         super().look_again()

@@ -105,6 +105,11 @@ class Steps:
         """Whether gradients are reduced over several ranks."""
         return self._num_averaged > 1
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the session's stopwatch hears of each step's end, when gradients are reduced."""
+        return self._replica is not None and self._replica.is_timed
+
     def look_again(self) -> None:
         """Take the parameters that require a gradient now; between epochs some may be frozen or unfrozen.
 

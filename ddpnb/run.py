@@ -16,7 +16,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
@@ -259,6 +259,8 @@ class Run:
         """Called in a thread of the run's with each change: must be quick, a view sets a flag and draws elsewhere."""
         self.finishers: list[Watcher] = []
         """Called after the end in the thread of whoever waits: a cell's last words come from the cell itself."""
+        self.around_waits: list[Callable[[], AbstractContextManager[object]]] = []
+        """Entered by whoever waits: a view's buttons are kept alive while a cell does nothing else."""
 
     # ---- what is known
 
@@ -360,7 +362,10 @@ class Run:
         if timeout == math.inf:
             timeout = None
         try:
-            ended = self._has_ended.wait(timeout)
+            with ExitStack() as entered:
+                for around in () if self.done() else self.around_waits:
+                    entered.enter_context(around())
+                ended = self._has_ended.wait(timeout)
         except KeyboardInterrupt:
             self._end_on_interrupt()
             # Where in `threading` the wait was tells nobody anything.

@@ -1,0 +1,43 @@
+"""Keeps buttons alive in a cell that waits, where ipykernel can do so.
+
+Whether a click is heard while a cell runs is ipykernel's business. 7.0 to 7.3 hand it to a thread beside the cell, as
+JupyterLab asks. 7.4 would, but sends it to the thread that wrote to the widget last, which is the one that waits; while
+a cell waits for a run, that is set right here. 6.31 and front ends that ask for no such thread hear it after the cell.
+
+Runs in: kernel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def answering(*widgets: Any) -> Iterator[None]:
+    """Have the clicks on some widgets, and on what is in them, handled where the page sends them.
+
+    Source: ipykernel 7.4, comm/comm.py, `BaseComm._reply_subshell_for`, and kernelbase.py, `shell_channel_thread_main`.
+    """
+    changed = []
+    for comm in (each.comm for widget in widgets for each in tree(widget)):
+        if hasattr(comm, "_reply_subshell_for") and "_reply_subshell_for" not in vars(comm):
+            comm._reply_subshell_for = _as_asked
+            changed.append(comm)
+    try:
+        yield
+    finally:
+        for comm in changed:
+            vars(comm).pop("_reply_subshell_for", None)
+
+
+def _as_asked(data: object, asked: str | None) -> str | None:
+    return asked
+
+
+def tree(widget: Any) -> Iterator[Any]:
+    """A widget and all that are in it."""
+    yield widget
+    for child in getattr(widget, "children", ()):
+        yield from tree(child)

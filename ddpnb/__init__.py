@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .errors import UnpicklableError as UnpicklableError
     from .errors import WorkerError as WorkerError
     from .notebook.live import show as show
+    from .notebook.panel import Panel as Panel
     from .run import Launcher as Launcher
     from .run import Run as Run
     from .run import launch as launch
@@ -73,6 +74,7 @@ _HOMES = {
     "diagnosis": ("doctor",),
     "errors": ("CheckpointError", "LaunchError", "RunKilled", "RunStopped", "UnpicklableError", "WorkerError"),
     "notebook.live": ("show",),
+    "notebook.panel": ("Panel",),
     "run": ("Launcher", "Run", "launch", "open_run"),
     "server": ("prestart",),
     "train.accumulation": ("accumulate",),

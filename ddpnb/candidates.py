@@ -73,6 +73,12 @@ def find(run_dir: Path, resume: bool | str | os.PathLike[str], *, is_restart: bo
     return given
 
 
+def newest(run_dir: Path) -> Path | None:
+    """What resume=True would try first as things stand, without waiting for anybody; None: a fresh start."""
+    found = (checkpoint for run in runs_in(run_dir) for checkpoint in checkpoints.published(run))
+    return next(found, None)
+
+
 def _of_path(resume: str | os.PathLike[str]) -> list[Path]:
     path = absolute(resume)
     _must_exist(path)

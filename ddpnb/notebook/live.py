@@ -51,10 +51,11 @@ def show(run: Watched) -> None:
 class Final:
     """An output that begins as one line of text, or a widget, and ends as the run's figure."""
 
-    def __init__(self, run: Watched) -> None:
+    def __init__(self, run: Watched, *, text: str | None = None, display_id: str | None = None) -> None:
+        """Of a run; in an output that is there already, if its `display_id` and `text` are given."""
         self._run = run
-        self._text = draw.label(run.name, run.world_size)
-        self._display_id = uuid4().hex
+        self._text = text or draw.label(run.name, run.world_size)
+        self._display_id = display_id or uuid4().hex
         self._has_widget = False
         self._lock = threading.Lock()  # of the two below: the cell that waits and the painter may come together
         self._picture: bytes | None = None
@@ -66,6 +67,10 @@ class Final:
 
         self._has_widget = mimebundle is not None
         display({**(mimebundle or {}), "text/plain": self._text}, raw=True, display_id=self._display_id)  # type: ignore[no-untyped-call]
+        self.await_end()
+
+    def await_end(self) -> None:
+        """Publish once the run has ended, in the cell that waits for it."""
         if self._run.is_live:
             self._run.finishers.append(self._publish_at_cell_s_end)
         else:
@@ -137,7 +142,7 @@ class Card:
         self.run = run
         self.final = Final(run)
         page = draw.card(run.state, time.monotonic())
-        self.widget = HTML(page, layout={"width": "auto"})  # type: ignore[no-untyped-call]
+        self.widget = HTML(page, layout={"width": "auto"})
 
     def show(self) -> None:
         """Make the output in the cell that runs now."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import selectors
 import shutil
 import signal
@@ -35,6 +34,7 @@ from typing import Literal
 from . import runtime, server, worker
 from .agreement import Page
 from .channel import Inbox, OutputReader, pipe
+from .dumps import Dumps
 from .errors import LaunchError
 from .folder import Folder
 from .lifeline import ORPHAN_GRACE
@@ -45,9 +45,10 @@ from .plan import Plan, StartMethod
 from .recorder import Recorder
 from .report import headline
 from .state import RankState, RunState, fold, settles_at
+from .watch import Watch
 from .world import LOOPBACK, World
 
-Method = Literal["stop", "kill"]
+Request = Literal["stop", "kill", "stacks", "save", "keep waiting"]
 
 NEVER_ASKED_GRACE = 0.2
 """Seconds that a rank which never asked `should_stop()` has before SIGTERM."""
@@ -100,11 +101,12 @@ class Supervisor:
         self._on_change = on_change
         self._workers: list[_Worker] = []
         self._page = Page.create(plan.local_world_size)
+        self._watch = Watch(self._page, self._tell, self._ask_stacks)
         self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=runtime.folder()))
         self._wakeup = _Wakeup()
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._wakeup.clear)
         self._muted: list[_Worker] = []  # ranks that flood: their output is left alone for a tick
-        self._requests: list[Method | Literal["stacks", "save"]] = []
+        self._requests: list[Request] = []
         self._heard: deque[AnyMessage] = deque()  # from other threads, to be told by ours
         self._recorder: Recorder | None = None
         self._stop_asked: float | None = None
@@ -120,8 +122,8 @@ class Supervisor:
         _live.add(self)
         self._thread.start()
 
-    def ask(self, how: Method | Literal["stacks", "save"]) -> None:
-        """Have the workers stopped, killed, asked where they stand, or asked to save. From any thread, at once."""
+    def ask(self, how: Request) -> None:
+        """Have the workers stopped, killed, asked where they stand or to save, or waited for. From any thread."""
         self._requests.append(how)
         self._wakeup.set()
 
@@ -129,6 +131,21 @@ class Supervisor:
         """Take what is not to be recorded. From any thread; returns at once."""
         self._heard.append(message)
         self._wakeup.set()
+
+    @property
+    def hang_after(self) -> float | None:
+        """Seconds without a step after which a rank may be taken for hung; None: nobody watches. From any thread."""
+        return self._watch.hang_after
+
+    @hang_after.setter
+    def hang_after(self, seconds: float | None) -> None:
+        self._watch.hang_after = seconds
+        self._wakeup.set()
+
+    @property
+    def has_stacks(self) -> bool:
+        """Whether all ranks that were asked where they stand have said so. From any thread."""
+        return all(each.stacks.is_answered for each in self._workers if each.is_alive)
 
     def ask_to_leave(self) -> None:
         """The kernel itself is leaving: what can be saved is saved."""
@@ -291,7 +308,8 @@ class Supervisor:
 
     def _hear(self) -> None:
         has_deadline = self.state.asked or self.state.first_failure or self._muted
-        for key, _ in self._selector.select(_TICK if has_deadline else None):
+        timeout = _TICK if has_deadline else self._watch.timeout(self.state, time.monotonic())
+        for key, _ in self._selector.select(timeout):
             if key.fd in self._selector.get_map():  # an earlier one of this round may have buried the rank
                 key.data()
         for each in self._muted:
@@ -315,13 +333,11 @@ class Supervisor:
             self._muted.append(each)
 
     def _hear_stack(self, each: _Worker) -> None:
-        each.stack += each.stacks.read()
+        text = each.stacks.read()
         if each.stacks.has_ended:
             self._selector.unregister(each.stacks.descriptor)
-        # The outermost frame is the last that faulthandler writes.
-        if worker.__file__ in each.stack and each.stack.endswith("\n"):
-            self._tell(Stack(rank=each.rank, time=time.monotonic(), text=each.stack))
-            each.stack = ""
+        if text is not None:
+            self._tell(Stack(rank=each.rank, time=time.monotonic(), text=text))
 
     def _bury(self, each: _Worker) -> None:
         """The process is gone: end what it started, take its last words, and say so."""
@@ -387,6 +403,7 @@ class Supervisor:
             self._press_to_stop(living, now)
         elif self.state.first_failure:
             self._settle_failure(living, now)
+        self._watch.look(self.state, now, self.has_stacks)
 
     def _take_heard(self) -> None:
         """One at a time: a long curve that was recalled takes a fifth of a second, and a rank may die meanwhile."""
@@ -403,6 +420,9 @@ class Supervisor:
                 continue
             if how == "save":
                 self._page.ask_to_save()
+                continue
+            if how == "keep waiting":
+                self._watch.keep_waiting(self.state, now)
                 continue
             if self._nodes is not None and (self.state.asked is None or how == "kill" != self.state.asked):
                 self._nodes.ask(how)
@@ -462,9 +482,8 @@ class Supervisor:
     def _ask_stacks(self) -> None:
         for each in self._workers:
             state = self._of(each)
-            asks = each.is_alive and state.pid is not None and not state.has_reported
-            if asks and _catches(each.pid, signal.SIGUSR1):  # the function may have given the signal back
-                each.signal_alone(signal.SIGUSR1)
+            if each.is_alive and state.pid is not None and not state.has_reported:
+                each.stacks.ask()
 
     def _signal(self, workers: list[_Worker], number: Signals) -> None:
         for each in workers:
@@ -533,9 +552,7 @@ class _Worker:
         self.sentinel = sentinel
         self.inbox = Inbox(pipes.messages[0])
         self.output = OutputReader(pipes.output[0])
-        self.stacks = OutputReader(pipes.stacks[0])
-        self.stack = ""
-        """What has arrived of a dump."""
+        self.stacks = Dumps(process.pid, pipes.stacks[0])
         self.is_alive = True
         self.was_signalled = False
         self._pipes = pipes
@@ -588,16 +605,6 @@ def _start_process(seat: worker.Seat, plan: Plan) -> BaseProcess:
 def _interfaces(name: str | None) -> dict[str, str]:
     """Keep gloo and NCCL on this machine, or among the nodes, unless the user has chosen an interface."""
     return {} if name is None else dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name)
-
-
-def _catches(pid: int, number: Signals) -> bool:
-    """Whether the process handles this signal: where it does not, the signal would end it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return sys.platform != "linux"
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def _environment_at_start(plan: Plan) -> dict[str, str]:

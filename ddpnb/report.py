@@ -1,4 +1,4 @@
-"""A failed run in words, for the moment of failure: which rank, what happened, where, and what the others were doing.
+"""A failed or hung run in words, for that moment: which rank, what happened, where, and what the others were doing.
 
 Pure: state -> text. Cells are named as IPython names them, `Cell In[3], line 4`.
 
@@ -7,30 +7,15 @@ Runs in: kernel
 
 from __future__ import annotations
 
-import linecache
-import os
-import re
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from .messages import Exited, Lost, Raised
+from .stacks import Kind, Standing, place, stack_text, standing, with_cells
 from .state import Failure, RankState, RunState
 
-_FRAME = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,)? in (?P<name>.+)$', re.MULTILINE)
-_LIBRARY = re.compile(r"site-packages|/lib/python3|<frozen|<string>")
-_OURS = os.path.dirname(__file__)
 _OUTPUT_LINES = 5
 _DUMP_LINES = 110  # faulthandler writes at most 100 frames, and a few lines around them
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One call on a stack."""
-
-    file: str
-    line: int
-    name: str
 
 
 def report(state: RunState) -> str:
@@ -57,7 +42,7 @@ def headline(state: RunState) -> str:
         return state.problem or ""
     match failure.witness:
         case Raised() as raised:
-            where = f" in {_place(state, raised.location)}" if raised.location else _PHASES.get(raised.phase, "")
+            where = f" in {place(state.cells, raised.location)}" if raised.location else _PHASES.get(raised.phase, "")
             said = raised.text.strip().partition("\n")[0]
             return f"rank {raised.rank} raised {raised.type_name}{where}" + (f": {said}" if said else "")
         case Exited() as exited:
@@ -145,14 +130,14 @@ def _doing(state: RunState, rank: RankState) -> str:
     if rank.raised:
         raised = rank.raised
         what = "raised in its wake" if raised.is_echo else "raised as well"
-        where = f" in {_place(state, raised.location)}" if raised.location else ""
+        where = f" in {place(state.cells, raised.location)}" if raised.location else ""
         return f"{what} {raised.type_name}{where}: {raised.text.strip().partition(chr(10))[0]}"
     if rank.returned:
         return "had returned"
     if rank.exited and not rank.exited.ended_by_us:
         return _death(rank.exited)
     if rank.stack:
-        return _standing(state, rank.stack)
+        return _stood(standing(state, rank))
     return _BUSY[rank.phase]
 
 
@@ -164,60 +149,135 @@ _BUSY = {
     "threads": "had finished the function and waited for its threads",
     "leaving": "was leaving",
 }
+_LAST = {phase: words.removeprefix("was ").partition(";")[0] for phase, words in _BUSY.items()}
 
 
-def _standing(state: RunState, stack: str) -> str:
-    frames = stack_frames(stack)
-    innermost = frames[0]
-    own = next((frame for frame in frames if not _LIBRARY.search(frame.file)), None)
-    if own is None:
-        return f"stood in {innermost.name}()"
-    source = linecache.getline(own.file, own.line).strip()
-    inside = "" if own is innermost else f"{_call(frames, own)}(), "
-    code = f"\n      {source}" if source else ""
-    return f"stood in {inside}{_place(state, f'{own.file}:{own.line}')}, in {own.name}{code}"
-
-
-def _call(frames: list[Frame], own: Frame) -> str:
-    """What the user's line called, as far as the stack tells; wrappers of torch are passed over."""
-    called = frames[: frames.index(own)]
-    names = [frame.name for frame in called if frame.name not in ("wrapper", "inner", "decorate_context")]
-    return names[-1] if names else called[-1].name
-
-
-def stack_frames(stack: str) -> list[Frame]:
-    """The frames of a faulthandler dump, innermost first, without those of ddpnb and of the process's start."""
-    frames = [Frame(found["file"], int(found["line"]), found["name"]) for found in _FRAME.finditer(stack)]
-    own = [index for index, frame in enumerate(frames) if frame.file.startswith(_OURS)]
-    # The last of ours called the function; what comes after it started the process.
-    kept = frames[: own[-1]] if own else frames
-    return [frame for frame in kept if not frame.file.startswith(_OURS)] or frames[:1]
-
-
-def stack_text(stack: str, cells: Mapping[str, str]) -> str:
-    """A faulthandler dump as a traceback: outermost call first, with source lines, cells by name."""
-    lines = []
-    for frame in reversed(stack_frames(stack)):
-        lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.name}')
-        source = linecache.getline(frame.file, frame.line).strip()
-        if source:
-            lines.append(f"    {source}")
-    return with_cells("\n".join(lines), cells)
-
-
-def with_cells(text: str, cells: Mapping[str, str]) -> str:
-    """`text` with the file names of cells replaced: `File "/tmp/…/123.py", line 4` → `Cell In[3], line 4`."""
-    for file, cell in cells.items():
-        text = text.replace(f'File "{file}"', cell).replace(f"{file}:", f"{cell}, line ")
-    return text
-
-
-def _place(state: RunState, location: str | None) -> str:
-    if location is None:
-        return "an unknown place"
-    file, _, line = location.rpartition(":")
-    return f"{state.cells.get(file, os.path.basename(file))}, line {line}"
+def _stood(stands: Standing) -> str:
+    if stands.place is None:
+        return f"stood in {stands.where}"
+    inside = f"{stands.call}(), " if stands.call else ""
+    return f"stood in {inside}{stands.lines}"
 
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+# ---- a run that hangs
+
+_URGENCY: tuple[Kind, ...] = ("halted", "loader", "busy", "silent", "waits")
+"""Who is to be looked at first: a rank that waits for others is not the cause."""
+
+
+def hang(state: RunState) -> str:
+    """The whole text of a run that hangs; its first line is enough to know who is waited for.
+
+    Raises:
+        ValueError: the run does not hang.
+    """
+    found = _standings(state)
+    lines = [f"  rank {rank.rank}{_step(state, rank)}: {_stands(rank, stands)}" for rank, stands in found]
+    lines += [f"  rank {rank.rank}: {_doing(state, rank)}" for rank in state.ranks if rank.has_reported]
+    return "\n\n".join([hang_headline(state), "\n".join(lines), *_advice(state, found), _WAIT_OR_END])
+
+
+def hang_headline(state: RunState) -> str:
+    """One line: how long, who is waited for and where, who waits.
+
+    no step for 12 s: rank 1 in the DataLoader, Cell In[7], line 12; rank 0 waits in all_reduce()
+    """
+    if state.hung is None:
+        raise ValueError(f"{state.name} does not hang")
+    found = _standings(state)
+    groups: dict[tuple[int, str | None, str | None], list[tuple[int, Standing]]] = {}  # those that stand alike
+    for rank, stands in found:
+        place = stands.place if stands.kind != "waits" or _is_mismatch(found) else None
+        groups.setdefault((_URGENCY.index(stands.kind), stands.call, place), []).append((rank.rank, stands))
+    words = [_brief(members, place) for (_, _, place), members in sorted(groups.items(), key=_urgency)]
+    left = [rank.rank for rank in state.ranks if rank.returned]
+    gone = [f"{ranks_text(left)} returned already"] if left else []
+    return f"no step for {state.hung.silence:.0f} s: {'; '.join([*gone, *words])}"
+
+
+def _standings(state: RunState) -> list[tuple[RankState, Standing]]:
+    return [(rank, standing(state, rank)) for rank in state.ranks if not rank.has_reported]
+
+
+def _is_mismatch(found: list[tuple[RankState, Standing]]) -> bool:
+    """Whether all ranks wait, and not all in the same line."""
+    return all(stands.kind == "waits" for _, stands in found) and len({stands.where for _, stands in found}) > 1
+
+
+def _urgency(group: tuple[tuple[int, str | None, str | None], list[tuple[int, Standing]]]) -> tuple[int, int]:
+    (urgency, _, _), members = group
+    return urgency, members[0][0]
+
+
+def _brief(members: list[tuple[int, Standing]], place: str | None) -> str:
+    stands = members[0][1]
+    who, is_one = ranks_text([rank for rank, _ in members]), len(members) == 1
+    match stands.kind:
+        case "halted":
+            return f"{who} stopped (SIGSTOP)"
+        case "loader":
+            return f"{who} in the DataLoader" + (f", {place}" if place else "")
+        case "busy":
+            return f"{who} at {place}" if place else f"{who} in {stands.where}"
+        case "silent":
+            return f"{who} {'does' if is_one else 'do'} not say where"
+        case "waits":
+            inside = f" in {stands.call}()" if stands.call else ""
+            return f"{who} wait{'s' * is_one}{inside}" + (f", {place}" if place else "")
+
+
+def _stands(rank: RankState, stands: Standing) -> str:
+    at = f"{stands.call}(), {stands.lines}" if stands.call and stands.place else stands.lines
+    match stands.kind:
+        case "halted":
+            last = f"in {at}" if rank.stack else _LAST[rank.phase]
+            resume = f"os.kill({rank.pid}, signal.SIGCONT) lets it go on"
+            return f"its process was stopped from outside (SIGSTOP); last seen {last}\n      {resume}"
+        case "loader":
+            workers = [f"\n    its DataLoader worker: {worker.lines}" for worker in stands.workers]
+            return f"in the DataLoader, {stands.lines}" + "".join(workers)
+        case "busy":
+            return f"in {at}"
+        case "silent":
+            return f"does not say where it stands; last seen {_LAST[rank.phase]}"
+        case "waits":
+            return f"waits for other ranks in {at}"
+
+
+def _step(state: RunState, rank: RankState) -> str:
+    """The newest step that it logged."""
+    last = [ranks[rank.rank].last for ranks in state.history.values() if rank.rank in ranks]
+    steps = [point[0] for point in last if point]
+    return f" (step {max(steps):,})" if steps else ""
+
+
+def _advice(state: RunState, found: list[tuple[RankState, Standing]]) -> Iterable[str]:
+    if any(rank.returned for rank in state.ranks):
+        yield f"Who has returned makes no more collective calls. {_SAME_CALLS}"
+    elif _is_mismatch(found):
+        yield f"The ranks wait for each other in different collectives. {_SAME_CALLS} {_USUAL_CAUSES}"
+    elif len(found) > 1 and all(stands.kind == "waits" for _, stands in found):
+        elsewhere = ", or a rank of another node does not come" if len(state.ranks) < state.world_size else ""
+        yield f"All wait in one line: some have made fewer calls before it{elsewhere}. {_SAME_CALLS} {_USUAL_CAUSES}"
+
+
+_SAME_CALLS = "Every rank must make the same collective calls in the same order."
+_USUAL_CAUSES = "A call under `if rank == 0`, or a loop that is longer on one rank, is the usual cause."
+_WAIT_OR_END = (
+    "Nothing is ended by this. run.keep_waiting() waits twice as long before it says so again, run.stacks() tells "
+    "where each rank stands now, run.kill() ends the run."
+)
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """ "rank 1", "ranks 0, 2", "ranks 0, 1, 2 and 13 more"."""
+    named = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
+
+
+_MOST_NAMED = 6

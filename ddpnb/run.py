@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from . import candidates, folder, inplace, payload, recording
+from . import candidates, folder, inplace, payload, recording, report
 from .draw import summary, text, words
 from .errors import LaunchError, RunKilled, RunStopped, WorkerError, worker_error
 from .folder import Folder
@@ -38,7 +38,7 @@ from .plan import (
     refuse_collisions,
     settled_by_torchrun,
 )
-from .report import report, stack_text
+from .stacks import stack_text
 from .state import RunState, fold, new_state
 from .texts import Text, Texts
 from .world import World, is_under_torchrun, is_worker
@@ -310,18 +310,48 @@ class Run:
         """Where each living rank stands now, as a traceback, {rank: text}; also of ranks stuck in compiled code."""
         if self._supervisor is None or self.done():
             return Texts()
+        supervisor = self._supervisor
         before = {each.rank: each.stack for each in self._state.ranks}
 
         def all_answered() -> bool:
             living = [each for each in self._state.ranks if each.pid is not None and each.exited is None]
-            return self.done() or all(each.stack is not None and each.stack is not before[each.rank] for each in living)
+            have_spoken = all(each.stack is not None and each.stack is not before[each.rank] for each in living)
+            return self.done() or (have_spoken and supervisor.has_stacks)
 
-        self._supervisor.ask("stacks")
+        supervisor.ask("stacks")
         with self._has_changed:
             self._has_changed.wait_for(all_answered, _STACKS_PATIENCE)
         state = self._state
         stacks = {each.rank: each.stack for each in state.ranks if each.stack is not None}
         return Texts((rank, stack_text(stack, state.cells)) for rank, stack in stacks.items())
+
+    def hang(self) -> Text | None:
+        """Why the run makes no steps: the rank that the others wait for, and the line where each stands.
+
+        None while all is well. It is noticed by itself, after `hang_after`; nothing is ended by it.
+        """
+        return None if self._state.hung is None else Text(report.hang(self._state))
+
+    @property
+    def hang_after(self) -> float | None:
+        """Seconds without a step after which a rank may be taken for hung, 10 by default; None: nobody watches.
+
+        A rank whose steps usually take long has five of them. One that gives no sign of life (no `Loop`, no
+        `should_stop()`, no `log()`) is only noticed where all ranks have waited three times as long without computing.
+        """
+        return None if self._supervisor is None else self._supervisor.hang_after
+
+    @hang_after.setter
+    def hang_after(self, seconds: float | None) -> None:
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"hang_after={seconds!r}: a number of seconds above 0, or None for no watch")
+        if self._supervisor is not None:
+            self._supervisor.hang_after = seconds
+
+    def keep_waiting(self) -> None:
+        """Take what hangs for slow: wait twice as long before it is said again. Returns at once."""
+        if self._supervisor is not None and not self.done():
+            self._supervisor.ask("keep waiting")
 
     def to_pandas(self) -> Any:
         """All logged points as a DataFrame: columns name, rank, step, value, seconds. Needs pandas."""
@@ -576,7 +606,7 @@ class Run:
         if state.first_failure is not None:
             return _worker_error(state)
         if state.problem is not None:
-            return LaunchError(report(state))
+            return LaunchError(report.report(state))
         match state.status:
             case "killed":
                 return RunKilled(f"{self.name} was killed before it had a value")
@@ -680,7 +710,7 @@ def _worker_error(state: RunState) -> WorkerError:
             cause = None  # its class needs what only the worker has: the report has its text
     exited = None if isinstance(failure.witness, Lost) else state.rank(failure.rank).exited
     exitcode = exited.exitcode if exited is not None and not exited.ended_by_us else None
-    return worker_error(report(state), rank=failure.rank, exitcode=exitcode, cause=cause)
+    return worker_error(report.report(state), rank=failure.rank, exitcode=exitcode, cause=cause)
 
 
 def _who_never_asked(state: RunState) -> str:

@@ -287,3 +287,40 @@ def test_ranks_that_stand_alike_are_named_together() -> None:
     line = hang_headline(hung(16, *waiting, stack(15, ("cell", 9, "train"))))
 
     assert "no step for 12 s: rank 15 at cell, line 9; ranks 0, 1, 2, 3, 4, 5 and 9 more wait in all_reduce()" == line
+
+
+def test_a_rank_that_returned_early_is_named_before_those_that_wait_for_it() -> None:
+    state = hung(2, Returned(time=1.0, rank=0, value=b""), stack(1, ALL_REDUCE, ("cell", 7, "train")))
+
+    assert "no step for 12 s: rank 0 returned already; rank 1 waits in all_reduce()" == hang_headline(state)
+    assert "Every rank must make the same collective calls in the same order." in hang(state)
+
+
+def test_a_stopped_rank_is_last_seen_where_its_newest_stack_was() -> None:
+    told = [stack(1, ALL_REDUCE, ("cell", 7, "train")), Halted(time=2.0, rank=1, halted=True)]
+
+    text = hang(hung(2, metrics(1, "loss", [1.0, 2.0]), *told, stack(0, BACKWARD, ("cell", 8, "train"))))
+
+    assert "rank 1 stopped (SIGSTOP); rank 0 waits in _engine_run_backward()" in text
+    assert (
+        "rank 1 (step 1): its process was stopped from outside (SIGSTOP); last seen in all_reduce(), cell, line" in text
+    )
+
+
+def test_ranks_that_wait_in_one_line_have_made_unequal_calls() -> None:
+    state = hung(2, *(stack(rank, ALL_REDUCE, ("cell", 7, "train")) for rank in range(2)))
+
+    assert "All wait in one line: some have made fewer calls before it." in hang(state)
+
+
+def test_a_rank_by_itself_waits_for_nobody() -> None:
+    assert "no step for 12 s: rank 0 at cell, line 7" == hang_headline(
+        hung(1, stack(0, BACKWARD, ("cell", 7, "train")))
+    )
+
+
+def test_a_rank_that_has_not_answered_is_told_with_its_phase() -> None:
+    text = hang(hung(1))
+
+    assert "rank 0 does not say where" in text
+    assert "last seen in the function" in text

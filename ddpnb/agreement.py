@@ -1,14 +1,19 @@
-"""Stopping all ranks of a node at the same step, without a collective and without a system call.
+"""Stopping, pausing and steering all ranks of a node at the same step, without a collective or a system call.
 
 Kernel and workers share one page of memory. At each check a rank *first* counts it, *then* looks at `hold`, and at last
-reads `stop_at`. To stop, the kernel raises `hold`, waits until that is seen everywhere, writes `stop_at` = the highest
-count + 1, waits again, and lowers `hold`. Whatever a rank does meanwhile, it cannot race:
+reads `look_at`, the first check at which it is to look further. To stop, the kernel raises `hold`, waits until that is
+seen everywhere, writes `stop_at` = the highest count + 1, waits again, and lowers `hold`. Whatever a rank does
+meanwhile, it cannot race:
 
 - its count was seen: then `stop_at` lies behind this check, and it meets it at a later one like all the others;
 - its count was not seen: then it was written after `hold` was raised, the rank saw that, and waits for `stop_at`.
 
 "Seen everywhere" needs no fence in the rank, only time in the kernel: a core shows its writes to the others within
 microseconds, and `_SETTLE` is milliseconds. A rank that is stopped by SIGSTOP or dies holds up nobody.
+
+A pause and changed settings are asked for in the same way. In the check `pause_at` a rank waits until that is cleared,
+so that nobody has passed it: as long as there is a pause, all that is asked counts from this very check. Settings are
+bytes beside the numbers; they are written anew only when all ranks have taken those before.
 
 The page carries a few more numbers: how often the kernel has asked for a checkpoint, which one rank reads and tells the
 others, and those of each rank that must outlive it.
@@ -23,10 +28,16 @@ import mmap
 import os
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-_STOP_AT, _HOLD, _SAVES = 0, 1, 2  # indices of the kernel's numbers; 0 there: nobody is to stop, wait, or save
-_SHARED = 3
-_CHECKS, _INTERVAL, _MEMORY, _OWN = 0, 1, 2, 3  # each rank's numbers, and how many they are
+# Indices of the kernel's numbers, one cache line of them; 0 there: nothing is asked.
+_LOOK_AT, _HOLD, _SAVES, _STOP_AT, _PAUSE_AT, _SET_AT, _VERSION, _LENGTH = range(8)
+_SHARED = 8
+_CHECKS, _INTERVAL, _MEMORY, _TAKEN, _OWN = range(5)  # each rank's numbers, and how many they are
+
+SETTINGS_ROOM = 8192
+"""Bytes of settings that a page can hold."""
 
 _NOTE_EVERY = 8
 """Checks between two measurements of a rank's interval; the first few are measured each, they may be slow ones."""
@@ -34,6 +45,8 @@ _SETTLE = 0.002
 """Seconds after which what one process wrote on the page is seen by all: a thousand times what any core takes."""
 _WAIT = 0.0005
 """Seconds between two looks of a rank that waits for `hold` to be lowered."""
+_REST = 0.01
+"""Seconds between two looks of a rank that stands in a pause, which may last for hours."""
 
 
 class Page:
@@ -67,7 +80,7 @@ class Page:
     # ---- a rank's side
 
     def check(self, local_rank: int) -> bool:
-        """Count one check of this rank; whether all ranks are to stop at it (or were at an earlier one)."""
+        """Count one check of this rank; whether the kernel has asked for something by now, the same on all ranks."""
         # Between two training steps all this code is cold, and every line of it costs.
         numbers, own = self._numbers, _SHARED + local_rank * _OWN
         numbers[own] = count = numbers[own] + 1
@@ -75,7 +88,31 @@ class Page:
             time.sleep(_WAIT)
         if count < _NOTE_EVERY or not count % _NOTE_EVERY:
             self._note_interval(own, count)
-        return 0 < numbers[_STOP_AT] <= count
+        return 0 < numbers[_LOOK_AT] <= count
+
+    def is_to_stop(self, local_rank: int) -> bool:
+        """Whether all ranks are to stop at the check in which this one is (or were at an earlier one)."""
+        return 0 < self._numbers[_STOP_AT] <= self.num_checks(local_rank)
+
+    def is_to_pause(self, local_rank: int) -> bool:
+        """Whether this rank is to stay in its check, as all do: nobody passes it before the pause is over."""
+        return 0 < self._numbers[_PAUSE_AT] <= self.num_checks(local_rank) and not self.is_to_stop(local_rank)
+
+    def rest(self, local_rank: int) -> None:
+        """Wait a moment in a pause, which does not count as an interval between two checks."""
+        time.sleep(_REST)
+        self._last_noted = self.num_checks(local_rank), time.monotonic()
+
+    def take_settings(self, local_rank: int) -> bytes | None:
+        """The settings that hold from the check in which this rank is; None where it has taken them, or none do."""
+        numbers, own = self._numbers, self._own(local_rank)
+        version = numbers[_VERSION]  # before `set_at`, which the kernel clears before it writes another
+        if version == numbers[own + _TAKEN] or not 0 < numbers[_SET_AT] <= numbers[own]:
+            return None
+        begin = _room(self.num_ranks)
+        packed = self._map[begin : begin + numbers[_LENGTH]]
+        numbers[own + _TAKEN] = version
+        return packed
 
     def _note_interval(self, own: int, count: int) -> None:
         now = time.monotonic()
@@ -108,17 +145,69 @@ class Page:
     # ---- the kernel's side
 
     def ask_to_stop(self) -> None:
-        """Make every rank's next common check say stop; takes a few milliseconds. Again: no effect."""
+        """Make every rank's next common check say stop; takes a few milliseconds. Again: no effect.
+
+        In a pause that check is the one in which the ranks stand: they make no step more.
+        """
+        if not self._numbers[_STOP_AT]:
+            with self._deciding() as check:
+                self._numbers[_STOP_AT] = check
+        self.unpause()
+
+    def ask_to_pause(self) -> None:
+        """Make all ranks stay in their next common check; takes a few milliseconds. Again, or at a stop: no effect."""
+        if not self._numbers[_STOP_AT] and not self._numbers[_PAUSE_AT]:
+            with self._deciding() as check:
+                self._numbers[_PAUSE_AT] = check
+
+    def unpause(self) -> None:
+        """Let all ranks go on."""
+        self._numbers[_PAUSE_AT] = 0
+        self._point()
+
+    def offer_settings(self, packed: bytes, version: int) -> None:
+        """Have all ranks take these bytes in their next common check; takes a few milliseconds.
+
+        Those before must have been taken by all: a rank might read both mixed, or some earlier than others.
+
+        Args:
+            packed: at most `SETTINGS_ROOM` bytes.
+            version: tells them from those before; from 1.
+        """
+        numbers, begin = self._numbers, _room(self.num_ranks)
+        numbers[_SET_AT] = 0
+        self._map[begin : begin + len(packed)] = packed
+        numbers[_LENGTH], numbers[_VERSION] = len(packed), version
+        with self._deciding() as check:
+            numbers[_SET_AT] = check
+
+    def have_taken(self, local_ranks: Iterable[int]) -> bool:
+        """Whether these ranks have what was offered last. If so, nobody has to look for it any more."""
         numbers = self._numbers
-        if numbers[_STOP_AT]:
-            return
+        if any(numbers[self._own(each) + _TAKEN] != numbers[_VERSION] for each in local_ranks):
+            return False
+        numbers[_SET_AT] = 0
+        self._point()
+        return True
+
+    @contextmanager
+    def _deciding(self) -> Iterator[int]:
+        """Hold the ranks while something is asked of them; gives their next common check, from which it counts."""
+        numbers = self._numbers
         numbers[_HOLD] = 1
         try:
             time.sleep(_SETTLE)
-            numbers[_STOP_AT] = 1 + max(map(self.num_checks, range(self.num_ranks)))
+            # In a pause it is the one of the pause: some may have come to it, nobody is behind it.
+            yield numbers[_PAUSE_AT] or 1 + max(map(self.num_checks, range(self.num_ranks)))
+            self._point()
             time.sleep(_SETTLE)
         finally:
             numbers[_HOLD] = 0
+
+    def _point(self) -> None:
+        """Have ranks look further from the first check on at which there is something."""
+        numbers = self._numbers
+        numbers[_LOOK_AT] = min(filter(None, (numbers[_STOP_AT], numbers[_PAUSE_AT], numbers[_SET_AT])), default=0)
 
     def ask_to_save(self) -> None:
         """Ask for one more checkpoint."""
@@ -146,4 +235,9 @@ def anonymous_file(name: str) -> int:
 
 
 def _size(num_ranks: int) -> int:
+    return _room(num_ranks) + SETTINGS_ROOM
+
+
+def _room(num_ranks: int) -> int:
+    """Where the room for settings begins: behind all numbers."""
     return 8 * (_SHARED + num_ranks * _OWN)

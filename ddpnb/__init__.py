@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .context import node_rank as node_rank
     from .context import progress as progress
     from .context import rank as rank
+    from .context import setting as setting
     from .context import should_stop as should_stop
     from .context import world_size as world_size
     from .diagnosis import doctor as doctor
@@ -68,6 +69,7 @@ _HOMES = {
         "node_rank",
         "progress",
         "rank",
+        "setting",
         "should_stop",
         "world_size",
     ),

@@ -1,4 +1,4 @@
-"""What a training function may ask and say: `rank()`, `device()`, `log()`, `progress()`, `should_stop()` …
+"""What a training function may ask and say: `rank()`, `device()`, `log()`, `setting()`, `should_stop()` …
 
 A *session* stands behind these functions: in a worker it speaks to the kernel through the rank's own pipe, in place
 (`nproc_per_node=0`) straight to the run's state. Without one, outside of a launched function, they answer from
@@ -28,7 +28,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .agreement import Page
-from .messages import FromWorker, Metrics, Progress, Stopping
+from .messages import Applied, FromWorker, Metrics, Noted, Offered, Paused, Progress, Setting, Stopping, Unpaused
+from .settings import Change, Settings, Value, checked
 from .stopwatch import Stopwatch
 from .world import World, is_under_torchrun
 
@@ -150,9 +151,34 @@ def should_stop() -> bool:
     """Whether the run is to end: ask once per step, and return (after saving what is worth it) when it says True.
 
     All ranks get the same answer at the same call, so none is left waiting in a collective; call it equally often on
-    every rank. Costs microseconds, no system call and no communication.
+    every rank. Costs microseconds, no system call and no communication. It is also where `run.pause()` holds a rank,
+    and from where on what `run.set()` has changed is read.
     """
     return _session.should_stop() if _session is not None else False
+
+
+def setting(name: str, default: Value) -> Value:
+    """A value that may be changed while the run goes on, with `run.set(…)`; until then it is `default`.
+
+        for inputs, targets in loop:
+            loop.update(criterion(model(inputs), targets) + ddpnb.setting("penalty", 0.01) * norm(model))
+
+    Read it where it is used, in each step: costs a microsecond. It changes at a Loop's step or a `should_stop()`, at
+    the same one on all ranks, and keeps the default's type. Its values are in the run's history and its checkpoints: a
+    run that is resumed has them again from its Loop on. Under torchrun, in place and on its own a function gets the
+    default; a DataLoader's worker, what held when it was started.
+
+    Args:
+        name: also for `run.set`; a Python identifier, then.
+        default: float, int, bool or str.
+
+    Raises:
+        TypeError: the default is of another type.
+    """
+    if _session is not None:
+        return _session.setting(name, default)
+    checked(name, default)
+    return default
 
 
 # ---- behind them
@@ -201,6 +227,10 @@ class Session:
         self._latest: dict[str, tuple[int, float]] = {}  # {name: (step, value) logged last}
         self._current_step = 0
         self._stopping = False
+        self.settings = Settings()
+        """What the function reads with `setting()`, and what was set of it."""
+        self.paused_for = 0.0
+        """Seconds that this rank has stood still in pauses."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._flush_regularly, name="ddpnb-session", daemon=True)
 
@@ -229,11 +259,103 @@ class Session:
         page = self._page
         if page is None or not page.check(self._local_rank):
             return False
+        if page.is_to_pause(self._local_rank):
+            self._pause(page)
+        self._take_settings(page)
+        if not page.is_to_stop(self._local_rank):
+            return False
         if not self._stopping:
             self._stopping = True
-            check = page.num_checks(self.place.local_rank)
+            check = page.num_checks(self._local_rank)
             self._send(Stopping(rank=self.place.rank, time=time.monotonic(), check=check))
         return True
+
+    def _pause(self, page: Page) -> None:
+        """Stand still. What was logged is sent before, so that nothing moves in a view of a paused run."""
+        self.flush(wait=True)
+        rank, began = self.place.rank, time.monotonic()
+        self._send(Paused(rank=rank, time=began, check=page.num_checks(self._local_rank)))
+        while page.is_to_pause(self._local_rank):
+            page.rest(self._local_rank)
+            self._take_settings(page)
+        now = time.monotonic()
+        self.paused_for += now - began
+        self._send(Unpaused(rank=rank, time=now))
+
+    # ---- settings
+
+    def setting(self, name: str, default: Value) -> Value:
+        """As the function of this name."""
+        present = self.settings.read.get(name)
+        if present is None:
+            present = self._first_read(name, default)
+        return present  # type: ignore[return-value]  # it keeps the type of the first default
+
+    def _first_read(self, name: str, default: Setting) -> Setting:
+        default = checked(name, default)
+        if self._page is None:
+            return default
+        if name not in self.settings.claimed:
+            self._say(Offered(rank=self.place.rank, time=time.monotonic(), name=name, value=default))
+            self._log_setting(name, default)
+        self._tell_changes(self.settings.first_read(name, default))
+        return self.settings.read[name]
+
+    def claim_settings(self, values: Mapping[str, Setting], apply: Callable[[str, Setting], None]) -> None:
+        """Offer settings that the caller applies himself.
+
+        Args:
+            values: as they are now.
+            apply: called in a check, on all ranks in the same, with a name and what it was set to.
+        """
+        self.settings.claim(values, apply)
+        for name, value in values.items():
+            if self.settings.read.get(name) == value:
+                continue  # the function has handed on what it read
+            self._say(Offered(rank=self.place.rank, time=time.monotonic(), name=name, value=value))
+
+    def recall_settings(self, values: Mapping[str, Setting]) -> None:
+        """Have again what was set in the run from which this one goes on."""
+        for each in self.settings.recall(values):
+            if isinstance(each, Change):
+                self._say(Offered(rank=self.place.rank, time=time.monotonic(), name=each.name, value=each.value))
+
+    def say_applied(self, name: str, before: Setting | None, value: Setting, step: int) -> None:
+        """Tell the kernel of a change, from this step on."""
+        applied = Applied(rank=self.place.rank, time=time.monotonic(), name=name, before=before, value=value, step=step)
+        self._say(applied)
+
+    def note(self, text: str) -> None:
+        """Something the user should know, once for all ranks."""
+        self._say(Noted(time=time.monotonic(), text=text))
+
+    def _take_settings(self, page: Page) -> None:
+        packed = page.take_settings(self._local_rank)
+        if packed is not None:
+            self._tell_changes(self.settings.take(packed))
+            self.flush()
+
+    def _tell_changes(self, changes: Iterable[Change | str]) -> None:
+        for each in changes:
+            if isinstance(each, str):
+                self.note(each)
+            elif each.name not in self.settings.claimed:  # whoever has claimed it says when he has applied it
+                self.say_applied(each.name, each.before, each.value, self._next_step())
+                self._log_setting(each.name, each.value)
+
+    def _log_setting(self, name: str, value: Setting) -> None:
+        if not isinstance(value, bool | str):
+            self.records.append((self._next_step(), monotonic(), {name: float(value)}))
+
+    def _next_step(self) -> int:
+        """The step at which the next value is logged, as far as can be known."""
+        self.flush(wait=True)
+        return self._current_step + 1 if self._latest else self._current_step
+
+    def _say(self, message: FromWorker) -> None:
+        """Say what is the same on all ranks: each node's first does."""
+        if self._local_rank == 0:
+            self._send(message)
 
     def outlive_kernel(self, does: bool) -> None:
         """Whether this rank, when its kernel is gone, still finishes its step and saves; all ranks stop at the same."""
@@ -269,7 +391,7 @@ class Session:
             wait: also for values that are still on their way from a GPU.
         """
         with self._flushing:
-            messages: list[FromWorker] = [*self._metrics(wait), *self._progress()]
+            messages: list[FromWorker] = [*self._metrics(wait), *self._progress(), *self._unread()]
             if paced := self.stopwatch.news(last=wait):
                 messages.append(paced)
             if messages:
@@ -339,6 +461,14 @@ class Session:
                     total=loop.total,
                     description=loop.description,
                 )
+
+    def _unread(self) -> Iterator[Noted]:
+        """What was set and nothing reads, once a whole step lies behind this rank: one may read after its check."""
+        page, settings = self._page, self.settings
+        if settings.unread and page is not None and (settings.claimed or page.num_checks(self._local_rank) > 1):
+            for text in settings.take_unread():
+                if self._local_rank == 0:
+                    yield Noted(time=time.monotonic(), text=text)
 
 
 class _Loop(Iterable[Item]):

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -37,8 +37,9 @@ from .channel import Inbox, OutputReader, pipe
 from .dumps import Dumps
 from .errors import LaunchError
 from .folder import Folder
+from .helm import Helm
 from .lifeline import ORPHAN_GRACE
-from .messages import AnyMessage, Asked, Ended, Exited, Noted, Output, Stack
+from .messages import AnyMessage, Asked, Ended, Exited, Noted, Output, Setting, Stack
 from .nodes import WORD_OF_PEERS, Nodes
 from .payload import Parcel
 from .plan import Plan, StartMethod
@@ -48,7 +49,7 @@ from .state import RankState, RunState, fold, settles_at
 from .watch import Watch
 from .world import LOOPBACK, World
 
-Request = Literal["stop", "kill", "stacks", "save", "keep waiting"]
+Request = Literal["stop", "kill", "pause", "unpause", "stacks", "save", "keep waiting"]
 
 NEVER_ASKED_GRACE = 0.2
 """Seconds that a rank which never asked `should_stop()` has before SIGTERM."""
@@ -63,6 +64,7 @@ _SERVER_PATIENCE = 60.0
 _NO_EXITCODE = 255  # multiprocessing's word for a fork server that ended before it could tell
 
 _TICK = 0.02  # seconds between looks at the clock while something has a deadline
+_SLOW_TICK = 0.1  # … while ranks have been asked for what they have not done yet
 _FLOOD = 1 << 18  # bytes of output in one read that make the reader leave this rank alone for a tick
 _MESSAGES_PIPE = 1 << 18
 _OUTPUT_PIPE = 1 << 18
@@ -101,6 +103,7 @@ class Supervisor:
         self._on_change = on_change
         self._workers: list[_Worker] = []
         self._page = Page.create(plan.local_world_size)
+        self._helm = Helm(self._page)
         self._watch = Watch(self._page, self._tell, self._ask_stacks)
         self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=runtime.folder()))
         self._wakeup = _Wakeup()
@@ -123,8 +126,17 @@ class Supervisor:
         self._thread.start()
 
     def ask(self, how: Request) -> None:
-        """Have the workers stopped, killed, asked where they stand or to save, or waited for. From any thread."""
+        """Have the workers stopped, killed, held, asked where they stand or to save, or waited for. From any thread."""
         self._requests.append(how)
+        self._wakeup.set()
+
+    def set(self, values: Mapping[str, Setting]) -> None:
+        """Have the workers change these values. From any thread, at once.
+
+        Raises:
+            ValueError: there is no room for so many.
+        """
+        self._helm.set(values)
         self._wakeup.set()
 
     def hear(self, message: AnyMessage) -> None:
@@ -308,7 +320,9 @@ class Supervisor:
 
     def _hear(self) -> None:
         has_deadline = self.state.asked or self.state.first_failure or self._muted
-        timeout = _TICK if has_deadline else self._watch.timeout(self.state, time.monotonic())
+        watch = self._watch.timeout(self.state, time.monotonic())
+        helm = _SLOW_TICK if self._helm.is_open(self.state) else None
+        timeout = _TICK if has_deadline else min((each for each in (watch, helm) if each is not None), default=None)
         for key, _ in self._selector.select(timeout):
             if key.fd in self._selector.get_map():  # an earlier one of this round may have buried the rank
                 key.data()
@@ -393,6 +407,7 @@ class Supervisor:
         now = time.monotonic()
         self._take_heard()
         self._take_requests(now)
+        self._tell(*self._helm.look(self.state, now))
         self._tell_nodes(now)
         living = [each for each in self._workers if each.is_alive]
         has_ended = all(self._of(each).has_reported for each in living) and not self._waits_for_nodes(now)
@@ -414,24 +429,29 @@ class Supervisor:
 
     def _take_requests(self, now: float) -> None:
         while self._requests:
-            how = self._requests.pop(0)
-            if how == "stacks":
-                self._ask_stacks()
-                continue
-            if how == "save":
-                self._page.ask_to_save()
-                continue
-            if how == "keep waiting":
-                self._watch.keep_waiting(self.state, now)
-                continue
-            if self._nodes is not None and (self.state.asked is None or how == "kill" != self.state.asked):
-                self._nodes.ask(how)
-            self._tell(Asked(time=now, how=how))
-            if how == "stop" and self._stop_asked is None:
-                self._stop_asked = now
-                self._page.ask_to_stop()
-                if self._home is None and self.state.saved is None and self._plan.node_rank == 0:
-                    self._tell(Noted(time=now, text="nothing was saved: no run_dir"))
+            match self._requests.pop(0):
+                case "stacks":
+                    self._ask_stacks()
+                case "save":
+                    self._page.ask_to_save()
+                case "pause":
+                    self._tell(*self._helm.pause(self.state, now))
+                case "unpause":
+                    self._tell(*self._helm.unpause(self.state, now))
+                case "keep waiting":
+                    self._watch.keep_waiting(self.state, now)
+                case "stop" | "kill" as how:
+                    self._ask_to_end(how, now)
+
+    def _ask_to_end(self, how: Literal["stop", "kill"], now: float) -> None:
+        if self._nodes is not None and (self.state.asked is None or how == "kill" != self.state.asked):
+            self._nodes.ask(how)
+        self._tell(Asked(time=now, how=how))
+        if how == "stop" and self._stop_asked is None:
+            self._stop_asked = now
+            self._page.ask_to_stop()
+            if self._home is None and self.state.saved is None and self._plan.node_rank == 0:
+                self._tell(Noted(time=now, text="nothing was saved: no run_dir"))
 
     def _press_to_stop(self, living: list[_Worker], now: float) -> None:
         assert self._stop_asked is not None

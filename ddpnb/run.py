@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from . import candidates, folder, inplace, payload, recording, report
+from . import candidates, folder, inplace, payload, recording, report, settings
 from .draw import summary, text, words
 from .errors import LaunchError, RunKilled, RunStopped, WorkerError, worker_error
 from .folder import Folder
@@ -472,14 +472,6 @@ class Run:
         """End the workers now; returns at once. `result()` then raises RunKilled."""
         self._ask("kill")
 
-    def pause(self) -> None:
-        """Comes with a later version."""
-        raise NotImplementedError("run.pause() comes with a later version of ddpnb")
-
-    def unpause(self) -> None:
-        """Comes with a later version."""
-        raise NotImplementedError("run.unpause() comes with a later version of ddpnb")
-
     def save(self) -> None:
         """Have the function's `Loop` save a checkpoint at its next step; returns at once, `state.saved` tells of it.
 
@@ -492,15 +484,45 @@ class Run:
                 f"{self.name} has no folder to save in: launch(…, run_dir='runs/digits') gives it one (on several "
                 "nodes node 0 has it, and saves for all)"
             )
-        if self._supervisor is None:
-            raise RuntimeError(f"{self.name} runs in the kernel itself, which is busy with it: nobody can be asked")
-        if self.done():
-            raise RuntimeError(f"{self.name} has ended: {summary.status(self._state)}")
-        self._supervisor.ask("save")
+        self._reach("save").ask("save")
 
-    def set(self, **settings: Any) -> None:
-        """Comes with a later version."""
-        raise NotImplementedError("run.set() comes with a later version of ddpnb")
+    # ---- steering
+
+    def pause(self) -> None:
+        """Have all ranks stand still between two steps, the same on all; returns at once, `state` tells of it.
+
+        They do so at a Loop's step or in `ddpnb.should_stop()`, with nothing under way between them, so that no time
+        limit of a collective runs. Asked during the start, they stand after their first step. `stop()` ends a paused
+        run without another step. Paused already: no effect.
+
+        Raises:
+            RuntimeError: there is nobody to ask: the run has ended, is not this kernel's, or is on several nodes.
+        """
+        self._reach("pause", on_this_node=True).ask("pause")
+
+    def unpause(self) -> None:
+        """Have all ranks go on; returns at once. Not paused: no effect. Raises as `pause`."""
+        self._reach("unpause", on_this_node=True).ask("unpause")
+
+    def set(self, **values: Any) -> None:
+        """Change values while the run goes on, on all ranks at the same step; returns at once.
+
+            run.set(lr=0.01)
+
+        There are those that the function reads with `ddpnb.setting()`, and lr, momentum and weight_decay of a Loop's
+        optimizer: `state.offered`. Of several learning rates the first is set, and the others are scaled by the same
+        factor, as are a scheduler's. `state.applied` tells from which step on a value counts. What nothing reads, or
+        what is of another type, is told in a note. In a pause it counts from the next step on.
+
+        Raises:
+            TypeError: there is no value, or one is no float, int, bool or str.
+            ValueError: a number is not finite, or all are too much to travel (8 KiB).
+            RuntimeError: as `pause`.
+        """
+        if not values:
+            raise TypeError("run.set() got no value: run.set(lr=0.01)")
+        values = {name: settings.checked(name, value) for name, value in values.items()}
+        self._reach("set", on_this_node=True).set(values)
 
     # ---- shown
 
@@ -533,6 +555,16 @@ class Run:
                 listener(self)
             except Exception:
                 traceback.print_exc()  # as concurrent.futures does: the others are called all the same
+
+    def _reach(self, what: str, *, on_this_node: bool = False) -> Supervisor:
+        """Who can be asked for it; raises RuntimeError where nobody can."""
+        if self._supervisor is None:
+            raise RuntimeError(f"{self.name} runs in the kernel itself, which is busy with it: nobody can be asked")
+        if self.done():
+            raise RuntimeError(f"{self.name} has ended: {summary.status(self._state)}")
+        if on_this_node and len(self._state.ranks) < self.world_size:
+            raise RuntimeError(f"run.{what}() does not reach the other nodes of {self.name} yet; run.stop() does")
+        return self._supervisor
 
     def _ask(self, how: Literal["stop", "kill"]) -> None:
         if self._supervisor is not None and not self.done():
@@ -686,6 +718,9 @@ class _RecordedRun(Run):
 
     def save(self) -> NoReturn:
         self._refuse("save")
+
+    def _reach(self, what: str, *, on_this_node: bool = False) -> NoReturn:
+        self._refuse(what)
 
     def _ask(self, how: Literal["stop", "kill"]) -> NoReturn:
         self._refuse(how)

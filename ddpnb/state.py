@@ -170,6 +170,8 @@ class RunState:
     """Monotonic time at which all ranks stood still; None while they do not."""
     paused_for: float = 0.0
     """Seconds of the pauses that are over."""
+    went_on: float | None = None
+    """Monotonic time at which the last pause was over; None before the first."""
     offered: Mapping[str, Offered] = field(default_factory=dict)  # {name: its present value}
     applied: tuple[Applied, ...] = ()
     """What `Run.set` has changed, oldest first."""
@@ -313,7 +315,7 @@ def fold(state: RunState, message: AnyMessage) -> RunState:
             return _blamed(replace(state, lost=(*state.lost, message)))
         case Asked():
             # A kill outranks the stop before it.
-            return replace(state, asked="kill" if state.asked == "kill" else message.how)
+            return replace(state, asked="kill" if state.asked == "kill" else message.how, pausing=False)
         case Steered():
             return replace(state, pausing=message.how == "pause")
         case Halted():
@@ -339,7 +341,8 @@ def _paused(state: RunState, time: float, *, is_over: bool = False) -> RunState:
     if stands and state.paused_since is None:
         return replace(state, paused_since=time)
     if not stands and state.paused_since is not None:
-        return replace(state, paused_since=None, paused_for=state.paused_for + time - state.paused_since)
+        paused_for = state.paused_for + time - state.paused_since
+        return replace(state, paused_since=None, paused_for=paused_for, went_on=time)
     return state
 
 

@@ -23,6 +23,7 @@ WORKER_SIDE = (
     "payload",
     "channel",
     "agreement",
+    "settings",
     "messages",
     "names",
     "world",

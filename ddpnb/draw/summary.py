@@ -8,6 +8,7 @@ Runs in: kernel
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -48,6 +49,8 @@ def status(state: RunState) -> str:
         return "stopped early, value kept"
     if state.status == "interrupted":
         return "interrupted: its kernel ended"
+    if state.status == "running" and state.pausing:
+        return "pausing …"
     return state.status
 
 
@@ -66,8 +69,12 @@ def kept(state: RunState) -> list[str]:
 
 
 def elapsed(state: RunState, now: float) -> float:
-    """Seconds since the launch, up to the end."""
-    return (now if state.ended is None else state.ended) - state.started
+    """Seconds since the launch, up to the end; without those in which it was paused."""
+    return (now if state.ended is None else state.ended) - state.started - _paused(state, now)
+
+
+def _paused(state: RunState, now: float) -> float:
+    return state.paused_for + (0.0 if state.paused_since is None else now - state.paused_since)
 
 
 def fraction(state: RunState) -> float | None:
@@ -85,7 +92,7 @@ def facts(state: RunState, now: float) -> list[str]:
         words.append(f"step {series.last[0]:,}")
     if state.ended is not None:
         return [*words, duration(elapsed(state, now))]
-    speed = _speed(series) if series else None
+    speed = _speed(series, since=state.went_on) if series else None
     if speed:
         words.append(rate(speed, "step"))
     words.append(f"{duration(elapsed(state, now))} elapsed")
@@ -168,7 +175,7 @@ def _loop(loop: Progress, *, is_inner: bool) -> str:
 def _left(state: RunState, now: float) -> float | None:
     done, since = fraction(state), state.ranks[0].running_since
     # From the function's first line, not from the launch; and before a moment has passed a guess is worth nothing.
-    so_far = 0.0 if since is None else now - since
+    so_far = 0.0 if since is None else now - since - _paused(state, now)
     return so_far * (1 - done) / done if done and done > 0.02 and so_far > 2 else None
 
 
@@ -178,8 +185,12 @@ def _busiest(state: RunState) -> Series | None:
     return max(every, key=lambda series: series.num_points, default=None)
 
 
-def _speed(series: Series) -> float | None:
+def _speed(series: Series, since: float | None) -> float | None:
+    """Steps per second over the newest points, none from before the last pause."""
     steps, _, times = series.tail(_RATE_POINTS)
+    if since is not None:
+        first = bisect_left(times, since)
+        steps, times = steps[first:], times[first:]
     if len(steps) < 2 or times[-1] <= times[0] or steps[-1] <= steps[0]:
         return None
     return (steps[-1] - steps[0]) / (times[-1] - times[0])

@@ -190,6 +190,7 @@ class Keeper:
         say_resumed(here, reader.manifest)
         if self._session is not None:
             self._session.go_on_from(position.step)
+            self._session.recall_settings(record.get("settings", {}))
         self._saved_step = position.step
         return position
 
@@ -383,6 +384,7 @@ class Keeper:
             "optimizer": type(self._training.optimizer).__name__,
             "classes": {name: type(each).__name__ for name, each in self._training.objects.items()},
             "objects": objects.recorded(self._training.objects, tensors),
+            "settings": {} if self._session is None else self._session.settings.values(),
             **self._circumstances(),
         }
 

@@ -26,6 +26,7 @@ from .membership import join
 from .precision import computes_in
 from .saving import Mode
 from .shards import ShardSteps
+from .steering import Steering
 from .steps import Gradients, Steps, Votes
 from .turns import Turns, check_loss
 
@@ -170,6 +171,7 @@ class Loop:
             ),
             when,
         )
+        self._steering = Steering(optimizer, scheduler)
         self._resumed = self._keeper.load()
         if self._resumed is not None:
             self.epoch, self.step = self._resumed.epoch, self._resumed.step
@@ -185,6 +187,7 @@ class Loop:
         guard = self._optimizer.register_step_pre_hook(self._refuse_own_step)
         weakref.finalize(turns, guard.remove)
         self._keeper.begin(turns)
+        self._steering.begin(turns, lambda: self.step)
         return turns
 
     def update(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:

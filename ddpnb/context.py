@@ -280,6 +280,7 @@ class Session:
             self._take_settings(page)
         now = time.monotonic()
         self.paused_for += now - began
+        self.stopwatch.leave_out(now - began)
         self._send(Unpaused(rank=rank, time=now))
 
     # ---- settings

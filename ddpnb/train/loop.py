@@ -447,13 +447,14 @@ class _Meter:
             values["grad_norm"] = norm
         if lr != self._lr:
             values["lr"] = self._lr = float(lr)
-        now = time.monotonic()
+        session = current_session()
+        now = time.monotonic() - (0.0 if session is None else session.paused_for)
         if self._since is None:
             self._since = now, samples
         elif now - self._since[0] > _PACE:
             values["samples/s"] = (samples - self._since[1]) / (now - self._since[0])
             self._since = now, samples
-        if values and current_session() is not None:
+        if values and session is not None:
             log(values, step=step)
         self._sum, self._weight = 0.0, 0.0
 

@@ -164,8 +164,9 @@ class Paced(RankMessage):
     data: float
     """Of it: waiting for the next batch."""
     wait: float | None
-    """Of it: waiting for other ranks, from this rank's own last gradient to the end of the reduction. None where that
-    cannot be seen: a rank by itself, a GPU, a loop whose model is not wrapped."""
+    """Of it: waiting for other ranks, from this rank's own last gradient to the end of the reduction, and in the other
+    collectives of ddpnb's own. None where that cannot be seen: a rank by itself, a GPU, a loop whose model is not
+    wrapped as "ddp", an exact one."""
     samples: float | None
     """Samples a second of this rank; None where they are not counted."""
     memory: int | None

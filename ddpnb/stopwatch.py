@@ -22,11 +22,15 @@ from .messages import Paced
 from .world import World
 
 NUM_TIMED = 20
-"""Newest steps that medians are taken over."""
+"""Newest steps that medians are taken over, at least."""
+SECONDS_TIMED = 2.0
+"""Seconds of the newest steps, at least: where they are short, more are taken. On a busy machine the scheduler may hold
+up the same process for some tenths of a second."""
+_MOST_TIMED = 256
 _PAUSE = 0.7
 """Least seconds between two words of the steps: every other flush of the session has one."""
 _MEMORY_PAUSE = 2.0
-"""Least seconds between two words of the memory alone."""
+"""Seconds between two words where no step was made, of the memory alone."""
 
 
 class _Lap(NamedTuple):
@@ -52,13 +56,13 @@ class Stopwatch:
         self._device = device
         # A GPU goes on by itself while the host runs ahead: the host's times say nothing of it.
         self._sees_waits = place.world_size > 1 and device == "cpu"
-        self._laps: deque[_Lap] = deque(maxlen=NUM_TIMED)
+        self._laps: deque[_Lap] = deque(maxlen=_MOST_TIMED)
         self._num_steps = 0
         self._began: float | None = None
         self._fetched_until = 0.0
         self._data = self._wait = self._left_out = 0.0  # seconds of the present step
         self._samples: int | None = None
-        self._told: tuple[float, int] = (0.0, 0)  # when something was last told, and how many steps that were
+        self._told: Paced | None = None
 
     # ---- what the training says
 
@@ -107,18 +111,18 @@ class Stopwatch:
         Args:
             last: what is new is told at once.
         """
-        told, num_told = self._told
-        since = monotonic() - told
-        is_due = since >= (_PAUSE if self._num_steps > num_told else _MEMORY_PAUSE)
-        if not is_due and not (last and self._num_steps > num_told):
-            return None
-        paced = self.paced()
-        self._told = paced.time, paced.num_steps
-        return paced
+        told = self._told
+        has_new_steps = self._num_steps > (0 if told is None else told.num_steps)
+        if told is not None:
+            pause = _PAUSE if has_new_steps else _MEMORY_PAUSE
+            if monotonic() - told.time < pause and not (last and has_new_steps):
+                return None
+        self._told = self.paced()
+        return self._told
 
     def paced(self) -> Paced:
         """How it is now."""
-        laps, num_steps = tuple(self._laps), self._num_steps
+        laps, num_steps = self._newest(), self._num_steps
         waits = [lap.wait for lap in laps if lap.wait is not None]
         speeds = [lap.samples / lap.step for lap in laps if lap.samples is not None and lap.step]
         return Paced(
@@ -131,6 +135,16 @@ class Stopwatch:
             samples=median(speeds) if speeds else None,
             memory=_memory(self._device),
         )
+
+    def _newest(self) -> list[_Lap]:
+        newest: list[_Lap] = []
+        seconds = 0.0
+        for lap in reversed(tuple(self._laps)):  # of a copy: the training goes on
+            if len(newest) >= NUM_TIMED and seconds >= SECONDS_TIMED:
+                break
+            newest.append(lap)
+            seconds += lap.step
+        return newest
 
 
 def _memory(device: str) -> int | None:

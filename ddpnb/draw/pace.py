@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..messages import Paced
 from ..state import RunState
 
 ENOUGH_STEPS = 20
-"""Steps of each rank before anybody is named."""
+"""Steps of each rank before anybody is named …"""
+_ENOUGH_SECONDS = 1.0
+"""… and how long they took: the first ones are no rank's fault."""
 _SHARE = 0.2
 """Of a step: a rank is named for what is more than this, and than `_SECONDS`; less is the scheduler's doing."""
 _SECONDS = 0.005
@@ -77,16 +80,20 @@ def slowest(state: RunState) -> Straggler | None:
     what is left of the steps: ranks tell their medians at different moments, and where all grow slower, he who told
     last would stand out.
     """
-    if any(rank.paced is None or rank.paced.num_steps < ENOUGH_STEPS for rank in state.ranks):
+    if not all(rank.paced is not None and _is_enough(rank.paced) for rank in state.ranks):
         return None
-    ranks = [each for each in paces(state) if each.wait is not None]
-    if len(ranks) < max(2, len(state.ranks)):
+    ranks = paces(state)
+    if len(ranks) < 2 or any(each.wait is None for each in ranks):
         return None
     first, *others = sorted(ranks, key=_wait)
     excess = _wait(others[0]) - _wait(first)
     if excess < max(_SECONDS, _SHARE * first.step):
         return None
     return Straggler(rank=first.rank, cause=_cause(first, others), excess=excess)
+
+
+def _is_enough(paced: Paced) -> bool:
+    return paced.num_steps >= ENOUGH_STEPS and paced.num_steps * paced.step >= _ENOUGH_SECONDS
 
 
 def _cause(first: RankPace, others: list[RankPace]) -> Cause | None:

@@ -15,7 +15,7 @@ ENOUGH_STEPS = 20
 """Steps of each rank before anybody is named …"""
 _ENOUGH_SECONDS = 1.0
 """… and how long they took: the first ones are no rank's fault."""
-_SHARE = 0.2
+_SHARE = 0.3
 """Of a step: a rank is named for what is more than this, and than `_SECONDS`; less is the scheduler's doing."""
 _SECONDS = 0.005
 

@@ -33,6 +33,7 @@ from typing import Literal
 
 from . import runtime, server, worker
 from .agreement import Page
+from .autopsy import headline
 from .channel import Inbox, OutputReader, pipe
 from .dumps import Dumps
 from .errors import LaunchError
@@ -44,7 +45,6 @@ from .nodes import WORD_OF_PEERS, Nodes
 from .payload import Parcel
 from .plan import Plan, StartMethod
 from .recorder import Recorder
-from .report import headline
 from .state import RankState, RunState, fold, settles_at
 from .watch import Watch
 from .world import LOOPBACK, World

@@ -25,6 +25,7 @@ _LIBRARY = re.compile(r"site-packages|/lib/python3|<frozen|<string>")
 _OURS = os.path.dirname(__file__)
 _LOADER = "torch/utils/data/"
 _COLLECTIVE = re.compile(r"torch/distributed/|torch/nn/parallel/distributed")
+_MOST_NAMED = 6  # ranks in a sentence
 _WRAPPERS = ("wrapper", "inner", "decorate_context")
 _LOADER_WORKER = "_worker_loop"
 _BACKWARD = "_engine_run_backward"
@@ -73,9 +74,9 @@ class Standing:
         return f"{self.where}\n      {self.source}" if self.source else self.where
 
 
-def standing(state: RunState, rank: RankState) -> Standing:
-    """Where a rank stood when it was last asked."""
-    own, *others = split(rank.stack or "") or [""]
+def standing(state: RunState, rank: RankState, stack: str | None = None) -> Standing:
+    """Where a rank stood when it was last asked, or as another stack of it has it."""
+    own, *others = split(stack or rank.stack or "") or [""]
     found = _standing(stack_frames(own), state.cells) if own else Standing(kind="silent")
     workers = tuple(_standing(_worker_frames(dump), state.cells) for dump in others)
     kind = found.kind
@@ -170,7 +171,7 @@ def _traceback(frames: list[Frame], cells: Mapping[str, str]) -> str:
     return with_cells("\n".join(lines), cells)
 
 
-# ---- cells
+# ---- words
 
 
 def with_cells(text: str, cells: Mapping[str, str]) -> str:
@@ -178,6 +179,13 @@ def with_cells(text: str, cells: Mapping[str, str]) -> str:
     for file, cell in cells.items():
         text = text.replace(f'File "{file}"', cell).replace(f"{file}:", f"{cell}, line ")
     return text
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """ "rank 1", "ranks 0, 2", "ranks 0, 1, 2 and 13 more"."""
+    named = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
 
 
 def place(cells: Mapping[str, str], location: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import comm
 import IPython
 import pytest
 
-from ddpnb.messages import AnyMessage, Ended
+from ddpnb.messages import AnyMessage, Ended, Hung, Woke
 from ddpnb.notebook import frontend, live, painter, terminal
 from ddpnb.state import RunState, fold
 
@@ -431,6 +432,22 @@ def test_a_file_gets_no_status_but_the_last() -> None:
     view.draw()
 
     assert log.getvalue() == "[rank 0] one\ntrain: finished · 0:36\n"
+
+
+def test_a_hang_is_written_once() -> None:
+    run, log = PlayedRun(), io.StringIO()
+    view = terminal.Lines(run, log)
+
+    run.say(Hung(time=9.0, silence=12.0))
+    view.draw()
+    view.draw()
+    run.say(Woke(time=10.0), Hung(time=40.0, silence=25.0))
+    view.draw()
+
+    assert re.findall(r"train: no step for \d+ s", log.getvalue()) == [
+        "train: no step for 12 s",
+        "train: no step for 25 s",
+    ]
 
 
 def test_a_flood_is_written_from_where_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:

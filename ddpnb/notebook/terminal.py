@@ -15,7 +15,9 @@ from .. import draw
 from ..draw import summary
 from ..draw.summary import clean
 from ..draw.words import cut
-from ..state import OutputTail
+from ..messages import Hung
+from ..report import hang
+from ..state import OutputTail, RunState
 from .painter import Watched, painter
 
 _ERASE_LINE = "\r\x1b[K"
@@ -42,6 +44,7 @@ class Lines:
         self._is_tty = stream.isatty()
         self._lock = threading.Lock()  # the painter and whoever waits for the run may come together
         self._read: dict[int, int] = {}  # {rank: characters of its output that were written}
+        self._told: Hung | None = None  # of which the report was written
         self._is_over = False
 
     def finish(self, run: Watched) -> None:
@@ -59,6 +62,7 @@ class Lines:
         state = self.run.state
         lines = [line for rank in state.ranks for line in self._new_lines(rank.rank, rank.output, has_ended)]
         text = "".join(f"{line}\n" for line in lines)
+        text += self._new_hang(state)
         status = draw.line(state, time.monotonic())
         if has_ended:
             text += "".join(f"{line}\n" for line in (status, *summary.kept(state)))
@@ -70,6 +74,13 @@ class Lines:
     def fail(self, error: str) -> None:
         """Say that the view has failed."""
         self._stream.write(f"\nddpnb: the view of {self.run.name!r} has failed; the run goes on.\n{error}")
+
+    def _new_hang(self, state: RunState) -> str:
+        """The report of a hang that was not written yet."""
+        if state.hung is None or state.hung is self._told or state.ended is not None:
+            return ""
+        self._told = state.hung
+        return f"{state.name}: {hang(state)}\n"
 
     def _new_lines(self, rank: int, output: OutputTail, has_ended: bool) -> list[str]:
         text, end = _unread(output, self._read.get(rank, 0))

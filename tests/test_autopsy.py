@@ -233,7 +233,7 @@ def test_a_known_failure_is_told_with_its_cause_and_what_helps(kernel: Kernel, k
             "accumulate=2",
         ),
         (
-            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' …",
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use …",
             "CUDA was in use before this process was forked, and a fork cannot use it.",
             "start_method='fork'",
         ),

@@ -461,6 +461,7 @@ class Session:
                     done=done,
                     total=loop.total,
                     description=loop.description,
+                    began=loop.began,
                 )
 
     def _unread(self) -> Iterator[Noted]:
@@ -479,6 +480,8 @@ class _Loop(Iterable[Item]):
         self.description = str(description)
         self.total = operator.index(total) if total is not None else _length(iterable)
         self.done = 0
+        self.began: float | None = None
+        """When the item under way was handed out."""
         self.sent: int | None = None
         """What was last said of it; None: nothing."""
         self._iterable = iterable
@@ -491,12 +494,13 @@ class _Loop(Iterable[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         session = _session
-        self.done, self.sent, self._is_over = 0, None, False
+        self.done, self.began, self.sent, self._is_over = 0, None, None, False
         if session is not None:
             # Loops that are over stay until another takes their place: the view shows how they ended.
             session.loops = [*(loop for loop in session.loops if not loop._is_over), self]
         try:
             for item in self._iterable:
+                self.began = time.monotonic()
                 yield item
                 self.done += 1
         finally:

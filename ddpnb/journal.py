@@ -28,7 +28,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from .messages import AnyMessage, Metrics, Recalled
+from .messages import AnyMessage, Metrics, Progress, Recalled
 
 Points = TypeVar("Points", Metrics, Recalled)
 
@@ -58,6 +58,8 @@ def lines(message: AnyMessage, started: float) -> Iterator[str]:
         if not isinstance(value, bytes):
             entry[field.name] = value
     entry["time"] = round(message.time - started, _DIGITS)
+    if isinstance(message, Progress) and message.began is not None:
+        entry["began"] = round(message.began - started, _DIGITS)
     if not isinstance(message, Metrics | Recalled):
         yield _line(entry)
         return
@@ -147,7 +149,9 @@ def _message(line: bytes, started: float) -> AnyMessage:
         if name not in values:
             values[name] = _value(entry.get(name), hint)
     values["time"] = float(entry["time"]) + started
-    if not math.isfinite(values["time"]):
+    if values.get("began") is not None:
+        values["began"] += started
+    if not all(math.isfinite(values[name]) for name in ("time", "began") if values.get(name) is not None):
         raise ValueError("no time")
     return kind(**values)
 

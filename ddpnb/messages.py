@@ -84,6 +84,8 @@ class Progress(RankMessage):
     """Number of items; None where the iterable has no length."""
     description: str
     """Word for the items, such as "epoch"; may be empty."""
+    began: float | None = None
+    """Monotonic time at which the item under way was handed out; None before the first, and in old folders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

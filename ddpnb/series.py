@@ -41,6 +41,9 @@ class Bucket(NamedTuple):
     """Number of finite values."""
     num_bad: int
     """Number of values that are nan or infinite."""
+    first_time: float
+    """Monotonic time of the first of them."""
+    last_time: float
 
     def merge(self, later: Bucket) -> Bucket:
         """One bucket for both."""
@@ -52,6 +55,8 @@ class Bucket(NamedTuple):
             self.total + later.total,
             self.num_finite + later.num_finite,
             self.num_bad + later.num_bad,
+            self.first_time,
+            later.last_time,
         )
 
 
@@ -76,7 +81,7 @@ class Series:
         self._columns[1].extend(new_values)
         self._columns[2].extend(new_times)
         self.num_points += len(new_values)
-        self._add_to_envelope(new_steps.tolist(), new_values.tolist())
+        self._add_to_envelope(new_steps, new_values.tolist(), new_times)
         if len(self) > LIMIT:
             self._thin()
 
@@ -105,7 +110,7 @@ class Series:
         """The envelope, oldest first; at most `2 * BUCKETS`."""
         return self._buckets[:]
 
-    def _add_to_envelope(self, steps: list[int], values: list[float]) -> None:
+    def _add_to_envelope(self, steps: array[int], values: list[float], times: array[float]) -> None:
         begin, num_points = 0, len(values)
         while begin < num_points:
             if self._fill == self._width or not self._buckets:
@@ -114,7 +119,8 @@ class Series:
                     continue
                 self._fill = 0
             end = min(begin + self._width - self._fill, num_points)
-            bucket = _bucket(steps[begin], steps[end - 1], values[begin:end])
+            ends = steps[begin], steps[end - 1], times[begin], times[end - 1]
+            bucket = _bucket(ends, values[begin:end])
             if self._fill:
                 self._buckets[-1] = self._buckets[-1].merge(bucket)
             else:
@@ -139,12 +145,14 @@ class Series:
         self._columns = (thin(steps), thin(values), thin(times))
 
 
-def _bucket(first_step: int, last_step: int, values: list[float]) -> Bucket:
+def _bucket(ends: tuple[int, int, float, float], values: list[float]) -> Bucket:
+    first_step, last_step, first_time, last_time = ends
     # A sum that is finite holds no nan and no infinity: the usual batch is checked in one C call.
     total, num_points = sum(values), len(values)
     if not isfinite(total):
         values = list(filter(isfinite, values))
         if not values:
-            return Bucket(first_step, last_step, inf, -inf, 0.0, 0, num_points)
+            return Bucket(first_step, last_step, inf, -inf, 0.0, 0, num_points, first_time, last_time)
         total = sum(values)
-    return Bucket(first_step, last_step, min(values), max(values), total, len(values), num_points - len(values))
+    low, high, num_finite = min(values), max(values), len(values)
+    return Bucket(first_step, last_step, low, high, total, num_finite, num_points - num_finite, first_time, last_time)

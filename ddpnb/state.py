@@ -9,6 +9,7 @@ Runs in: kernel
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,9 @@ ECHO_SETTLES = 0.5
 
 _SIGABRT = -6
 _MOST_APPLIED = 1000
+_MOST_EPOCHS = 1000
+_TAIL = 10_000
+"""Newest points in which the beginning of an epoch is looked for."""
 _BEFORE_THE_FUNCTION: tuple[PhaseName, ...] = ("starting", "unpacking", "rendezvous")
 
 
@@ -141,6 +145,18 @@ class RankState:
         return self.returned is not None or self.raised is not None or self.exited is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """Where an epoch began."""
+
+    number: int
+    """From 1."""
+    step: int
+    """The first step logged in it."""
+    time: float
+    """Monotonic time."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """What is known of a run. `history` and each rank's `output` grow in place; all else is replaced."""
@@ -175,6 +191,8 @@ class RunState:
     offered: Mapping[str, Offered] = field(default_factory=dict)  # {name: its present value}
     applied: tuple[Applied, ...] = ()
     """What `Run.set` has changed, oldest first."""
+    epochs: tuple[Epoch, ...] = ()
+    """Where rank 0's epochs began, oldest first; of very many some."""
     hung: Hung | None = None
     """Set while ranks make no steps that should."""
     saved: Saved | None = None
@@ -281,7 +299,7 @@ def fold(state: RunState, message: AnyMessage) -> RunState:
             return state
         case Progress():
             outer = state.rank(message.rank).progress[: message.depth]
-            return _with_rank(state, message, progress=(*outer, message))
+            return _with_epoch(_with_rank(state, message, progress=(*outer, message)), message)
         case Stopping():
             return _with_rank(state, message, stopping=message)
         case Paused():
@@ -344,6 +362,30 @@ def _paused(state: RunState, time: float, *, is_over: bool = False) -> RunState:
         paused_for = state.paused_for + time - state.paused_since
         return replace(state, paused_since=None, paused_for=paused_for, went_on=time)
     return state
+
+
+def _with_epoch(state: RunState, progress: Progress) -> RunState:
+    """The state with the epoch that has just begun, if `progress` tells of one: rank 0's outermost loop counts them."""
+    is_one = progress.depth == 0 and progress.description == "epoch" and progress.rank == state.ranks[0].rank
+    if not is_one or progress.began is None or progress.done == progress.total:
+        return state
+    epochs, number = state.epochs, progress.done + 1
+    if epochs and epochs[-1].number >= number:
+        return state
+    if len(epochs) >= _MOST_EPOCHS:
+        epochs = epochs[::2]
+    return replace(state, epochs=(*epochs, Epoch(number, _step_at(state, progress), progress.began)))
+
+
+def _step_at(state: RunState, progress: Progress) -> int:
+    """The first step that was logged since the item under way began; the one after the last where none was."""
+    own = (ranks[progress.rank] for ranks in state.history.values() if progress.rank in ranks)
+    busiest = max(own, key=lambda series: series.num_points, default=None)
+    if busiest is None or progress.began is None:
+        return 0
+    steps, _, times = busiest.tail(_TAIL)
+    place = bisect_left(times, progress.began)
+    return steps[place] if place < len(steps) else steps[-1] + 1
 
 
 def _before(recalled: Recalled, own: Series | None) -> Series:

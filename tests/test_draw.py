@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf, nan
+from typing import get_args
 
 import pytest
 
 from ddpnb import draw
 from ddpnb.draw import curves, summary, words
+from ddpnb.draw.aspect import Aspect, Tab
 from ddpnb.draw.curves import curve, spread, ticks
 from ddpnb.draw.figure import display_metadata, figure, png
+from ddpnb.draw.output import download
 from ddpnb.draw.palette import DARK, LIGHT, look
 from ddpnb.draw.svg import STROKES, svg
-from ddpnb.messages import Asked, Ended, Noted
+from ddpnb.messages import Applied, Asked, Ended, Noted
 from ddpnb.state import RunState, fold, new_state
 
 from .messages_for_tests import finished, folded, metrics, output, progress, raised
@@ -109,7 +113,7 @@ def test_ranks_without_room_are_counted() -> None:
 
     assert [rank for rank, _ in last.lines] == list(range(8))
     assert last.hidden_ranks == 56
-    assert "and 56 more ranks" in draw.card(state, 1.0)
+    assert "and 59 more ranks" in draw.card(state, 1.0)
 
 
 def test_a_traceback_is_shown_once_in_the_report_and_not_among_the_lines() -> None:
@@ -322,7 +326,10 @@ def test_what_a_user_wrote_is_never_markup() -> None:
     messages = [metrics(0, evil, [1.0, 2.0]), output(0, evil + "\n"), Noted(time=0.0, text=evil), raised(0, evil)]
     state = folded(1, [*messages, progress(0, 0, 1, 2, evil), Ended(time=2.0, problem=None)], name=evil)
 
-    for page in (draw.card(state, 1.0), draw.card(state, 1.0, picture=b"png"), draw.trouble(evil, evil)):
+    state = fold(state, Applied(rank=0, time=1.0, name=evil, before=evil, value=evil, step=1))
+    looks = [Aspect(tab=tab, search=evil, said=evil, stacks=evil) for tab in get_args(Tab)]
+    cards = [draw.card(state, 1.0, aspect) for aspect in (*looks, replace(looks[2], search="script"))]
+    for page in (*cards, draw.last_page(state, b"png"), draw.trouble(evil, evil), download(state, None)):
         assert "<script" not in page
         ElementTree.fromstring(f"<page>{page}</page>")
 
@@ -367,21 +374,19 @@ def test_a_run_that_could_not_begin_says_why() -> None:
     assert png(state)
 
 
-def test_the_final_picture_has_a_text_for_who_cannot_see_it() -> None:
-    state = folded(2, [metrics(rank, "loss", [1.0, 0.25]) for rank in range(2)] + finished(2))
+def test_the_last_page_of_a_failed_run_has_its_picture_in_words_too_and_its_report() -> None:
+    state = folded(2, [metrics(0, "loss", [1.0, 0.25]), raised(1, "bad shape"), Ended(time=2.0, problem=None)])
 
-    page = draw.card(state, 99.0, picture=b"png")
+    page = draw.last_page(state, b"png")
 
-    assert 'alt="train, finished: loss 0.250"' in page
-    assert "<svg" not in page
+    assert 'alt="train, failed on rank 1: loss 0.250"' in page
+    assert "ValueError: bad shape" in page
 
 
 def test_every_theme_has_its_colours() -> None:
-    page = draw.card(folded(1), 1.0)
-
-    assert '[data-jp-theme-light="false"] .ddpnb' in page
-    assert "body.vscode-dark .ddpnb" in page
-    assert all(colour in page for colour in LIGHT + DARK)
+    assert '[data-jp-theme-light="false"] .ddpnb' in draw.STYLE
+    assert "body.vscode-dark .ddpnb" in draw.STYLE
+    assert all(colour in draw.STYLE for colour in LIGHT + DARK)
 
 
 # ---- text and figure

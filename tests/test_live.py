@@ -14,6 +14,7 @@ import comm
 import IPython
 import pytest
 
+from ddpnb.draw import figure
 from ddpnb.messages import AnyMessage, Ended, Hung, Woke
 from ddpnb.notebook import frontend, live, painter, terminal
 from ddpnb.state import RunState, fold
@@ -32,6 +33,7 @@ class PlayedRun:
         self.world_size = num_ranks
         self.watchers: list[Callable[[Any], None]] = []
         self.finishers: list[Callable[[Any], None]] = []
+        self.asked: list[Any] = []
         self.state: RunState = folded(num_ranks, name=name)
 
     @property
@@ -44,6 +46,30 @@ class PlayedRun:
             for watcher in tuple(self.watchers):
                 watcher(self)
 
+    def pause(self) -> None:
+        self.asked.append("pause")
+
+    def unpause(self) -> None:
+        self.asked.append("unpause")
+
+    def save(self) -> None:
+        self.asked.append("save")
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+
+    def kill(self) -> None:
+        self.asked.append("kill")
+
+    def keep_waiting(self) -> None:
+        self.asked.append("keep waiting")
+
+    def set(self, **settings: Any) -> None:
+        self.asked.append(settings)
+
+    def stacks(self) -> dict[int, str]:
+        return {0: "in the loop"}
+
     def be_waited_for(self) -> None:
         """What `Run.result()` does in its cell."""
         for finisher in tuple(self.finishers):
@@ -54,7 +80,8 @@ class Page:
     """What would be on the page: widget messages and displays, in order."""
 
     def __init__(self) -> None:
-        self.values: list[str] = []  # HTML, at each message
+        self.values: list[str] = []  # drawings
+        self.others: list[dict[str, Any]] = []  # what else changed, at each message
         self.times: list[float] = []
         self.displays: list[dict[str, Any]] = []
         self.updates: list[dict[str, Any]] = []
@@ -62,7 +89,11 @@ class Page:
 
     def send(self, data: dict[str, Any] | None = None, **_: object) -> None:
         with self._has_changed:
-            self.values.append((data or {}).get("state", {}).get("value", ""))
+            state = (data or {}).get("state", {})
+            if isinstance(state.get("value"), str) and "class=" in state["value"]:
+                self.values.append(state["value"])
+            else:
+                self.others.append(state)
             self.times.append(time.monotonic())
             self._has_changed.notify_all()
 
@@ -132,14 +163,16 @@ def test_a_flood_of_messages_is_drawn_twice_a_second_at_most(page: Page) -> None
     live.attach(run, None)
 
     step = 0
-    while len(page.times) < 3:
+    while len(page.times) < 7:
         run.say(metrics(0, "loss", [1.0 / (1 + step)], first_step=step))
         step += 1
     run.say(*finished(2))
 
     assert step > 100
-    # Drawings are at least half a second apart; what they take themselves varies.
-    assert len(page.times) <= 2 * (page.times[-1] - page.times[0]) + 2
+    # Drawings are at least half a second apart; what they take themselves varies. Two messages come once: the
+    # widgets, and the first name among them.
+    assert len(page.times) <= 2 * (page.times[-1] - page.times[0]) + 4
+    assert len(page.others) == 2
     assert "<svg" in page.values[0]
 
 
@@ -154,6 +187,7 @@ def test_a_quiet_run_only_lets_time_go_on(page: Page, monkeypatch: pytest.Monkey
     assert draws.wait(DEADLINE)
 
     assert page.values == []
+    assert [list(state) for state in page.others] == [["children"]]
     run.say(*finished(2))
 
 
@@ -188,14 +222,15 @@ def test_the_figure_takes_the_widgets_place_once(page: Page) -> None:
     assert update["metadata"]["image/png"] == {"needs_background": "light", "width": 760, "height": 310}
 
 
-def test_a_page_that_is_loaded_again_finds_the_figure_in_the_widget(page: Page) -> None:
+def test_a_page_that_is_loaded_again_finds_the_whole_curve_in_the_widget(page: Page) -> None:
     run = PlayedRun()
     live.attach(run, None)
 
     run.say(metrics(0, "loss", [2.0, 1.0]), output(1, "bye\n"), *finished(2))
     assert views_end()
 
-    assert '<img alt="train, finished: loss 1.00" src="data:image/png;base64,' in page.values[-1]
+    assert ">finished</span>" in page.values[-1]
+    assert "<svg" in page.values[-1]
     assert "bye" in page.values[-1]
 
 
@@ -209,17 +244,17 @@ def test_a_run_that_nobody_waits_for_has_its_figure_too(page: Page) -> None:
     assert len(page.updates) == 1
 
 
-def test_a_failed_run_keeps_its_report_until_a_cell_waits(page: Page) -> None:
+def test_a_failed_run_leaves_its_report_where_its_widget_was(page: Page) -> None:
     run = PlayedRun()
     live.attach(run, None)
 
-    run.say(raised(1, "bad shape"), Ended(time=2.0, problem=None))
+    run.say(metrics(0, "loss", [2.0, 1.0]), raised(1, "<b>bad</b> shape"), Ended(time=2.0, problem=None))
     assert views_end()
 
-    assert page.updates == []
-    assert "ValueError: bad shape" in page.values[-1]
-    run.be_waited_for()
-    assert len(page.updates) == 1
+    [update] = page.updates
+    assert {"image/png", "text/html", "text/plain", "display_id", "metadata"} == set(update)
+    assert "ValueError: &lt;b&gt;bad&lt;/b&gt; shape" in update["text/html"]
+    assert "<script" not in update["text/html"]
 
 
 def test_a_second_view_of_a_run_is_alive_too(page: Page) -> None:
@@ -232,7 +267,7 @@ def test_a_second_view_of_a_run_is_alive_too(page: Page) -> None:
     assert views_end()
 
     assert len({update["display_id"] for update in page.updates}) == 2
-    assert sum("<img" in value for value in page.values) == 2
+    assert sum(">finished</span>" in value for value in page.values) == 2
 
 
 def test_an_ended_run_is_shown_as_its_figure(page: Page) -> None:
@@ -304,7 +339,7 @@ def test_a_figure_that_cannot_be_drawn_is_a_warning_and_no_error(page: Page, mon
     run = PlayedRun()
     run.say(metrics(0, "loss", [1.0]))
     final = live.Final(run)
-    monkeypatch.setattr(final, "picture", lambda: 1 / 0)
+    monkeypatch.setattr(figure, "png", lambda *_, **__: 1 / 0)
 
     with pytest.warns(UserWarning, match="the figure of 'train' could not be shown: ZeroDivisionError"):
         final.publish(run)

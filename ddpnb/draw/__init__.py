@@ -5,7 +5,11 @@
 Runs in: kernel
 """
 
+from .aspect import Aspect
+from .autopsy import has_failed, last_page
 from .card import card, trouble
+from .lens import Lens
+from .style import STYLE
 from .text import label, line, text_card
 
-__all__ = ["card", "label", "line", "text_card", "trouble"]
+__all__ = ["STYLE", "Aspect", "Lens", "card", "has_failed", "label", "last_page", "line", "text_card", "trouble"]

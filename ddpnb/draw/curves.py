@@ -1,5 +1,8 @@
 """What a curve shows, before it is drawn: the lines, their mean, the axes' round numbers, where the labels go.
 
+Names that differ in a word such as train, val or test alone ("loss", "val_loss", "test/loss") measure the same thing:
+the others are drawn beside the one that was chosen, in the same axes.
+
 SVG and matplotlib draw from the same `Curve`, so that the live picture and the saved one say the same.
 
 A line is a row of *strokes*: each stands for consecutive points and reaches from their least to their greatest, so
@@ -10,8 +13,10 @@ Runs in: kernel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from math import ceil, floor, inf, isfinite, log10
 from statistics import fmean
 from typing import NamedTuple
@@ -20,29 +25,42 @@ import numpy as np
 
 from ..series import Bucket, Series
 from ..state import RunState
-from .words import number, tick
+from .lens import PLAIN, Lens
+from .marks import Mark, marks
+from .words import cut, number, tick
 
 MOST_LINES = 8
 """More ranks than this are drawn as a band."""
+
+MOST_COMPANIONS = 3
+"""Other names drawn beside the one that was chosen, at most."""
+
+_NAME_LENGTH = 12
+"""Characters of a name beside a line's end."""
+_SPLITS = frozenset(["train", "training", "val", "valid", "validation", "test", "eval", "evaluation", "dev"])
 
 _HUGE = 1e100
 """Values are drawn no farther out than this, and as 0 within its inverse: differences must be doubles that can be
 divided."""
 
 
+Points = tuple[tuple[float, float], ...]
+"""(place, value), oldest first."""
+
+
 class Stroke(NamedTuple):
     """Consecutive points of one rank."""
 
     first: float
-    """Step of the first of them."""
+    """Place of the first of them along the axis: its step, or its second."""
     last: float
     low: float
     high: float
     mean: float
 
     @property
-    def step(self) -> float:
-        """The middle of their steps."""
+    def place(self) -> float:
+        """The middle of their places."""
         return (self.first + self.last) / 2
 
 
@@ -57,6 +75,10 @@ class Line:
     """The last value, nan and infinity included."""
     bad: int
     """How many values are nan or infinite."""
+    hidden: bool = False
+    """Some values have no logarithm."""
+    trend: tuple[Points, ...] = ()
+    """The parts smoothed; empty where nothing is."""
 
     @property
     def strokes(self) -> list[Stroke]:
@@ -71,9 +93,19 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """From the least to the greatest of all ranks: (step, low, high), oldest first."""
+    """From the least to the greatest of all ranks: (place, low, high), oldest first."""
 
     edges: tuple[tuple[float, float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """Another name that measures the same thing: the mean of its ranks."""
+
+    name: str
+    points: Points
+    """At least one."""
+    newest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +113,14 @@ class Label:
     """What stands at the end of a line."""
 
     text: str
-    step: float
+    place: float
     value: float
     """Where the line ends."""
     rank: int | None
     """Whose colour it has; None for a colour of its own."""
     is_mean: bool = False
+    companion: int | None = None
+    """Which of the companions it names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +132,17 @@ class Curve:
     """By rank, at least one; with a `band` they are there to be read, not to be drawn."""
     band: Band | None
     """In place of the lines of more than `MOST_LINES` ranks."""
-    mean: tuple[tuple[float, float], ...]
-    """(step, value) where every rank has one; empty for a single rank."""
+    mean: Points
+    """Where every rank has a value; empty for a single rank."""
+    trend: Points = ()
+    """The mean smoothed; empty where nothing is."""
+    companions: tuple[Companion, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    """Within the axis, in order."""
+    lens: Lens = PLAIN
+    """How it is drawn; not as it was asked for where that cannot be."""
+    trouble: str | None = None
+    """What the lens hides, in words."""
 
     @property
     def is_empty(self) -> bool:
@@ -112,16 +155,19 @@ class Curve:
         return mean([line.newest for line in self.lines])
 
     @property
-    def steps(self) -> tuple[float, float]:
-        """First and last step drawn."""
-        ends = [step for line in self.lines if line.parts for step in (line.parts[0][0].first, line.parts[-1][-1].last)]
+    def span(self) -> tuple[float, float]:
+        """First and last place drawn."""
+        ends = [place for line in self.lines if line.parts for place in (line.parts[0][0].first, line.end.last)]
+        ends += [place for other in self.companions for place in (other.points[0][0], other.points[-1][0])]
         return min(ends), max(ends)
 
     @property
     def values(self) -> tuple[float, float]:
         """Least and greatest value drawn."""
         strokes = [stroke for line in self.lines for stroke in line.strokes]
-        return min(stroke.low for stroke in strokes), max(stroke.high for stroke in strokes)
+        others = [value for other in self.companions for _, value in other.points]
+        low, high = (stroke.low for stroke in strokes), (stroke.high for stroke in strokes)
+        return min(chain(low, others)), max(chain(high, others))
 
 
 def mean(values: Sequence[float]) -> float:
@@ -136,27 +182,61 @@ def main_name(state: RunState) -> str | None:
     return next(iter(["loss"] if "loss" in names else losses or names), None)
 
 
-def curve(state: RunState, name: str, limit: int) -> Curve:
-    """The curve of `name`, with at most `limit` strokes a rank."""
+def chosen_name(state: RunState, lens: Lens) -> str | None:
+    """The name that a lens shows: its own where that was logged, else the main one."""
+    return lens.name if lens.name in state.history else main_name(state)
+
+
+def curve(state: RunState, name: str, limit: int, lens: Lens = PLAIN) -> Curve:
+    """The curve of `name`, with at most `limit` strokes a rank; the lens's own name does not matter."""
+    shown = _curve(state, name, limit, lens)
+    if lens.log and shown.is_empty:
+        plain = _curve(state, name, limit, replace(lens, log=False))
+        return plain if plain.is_empty else replace(plain, trouble="no value is above 0: there are no logarithms")
+    return shown
+
+
+def _curve(state: RunState, name: str, limit: int, lens: Lens) -> Curve:
     # A copy in one step: the folding thread may add a rank meanwhile.
     history = dict(state.history[name])
-    lines = tuple(_line(rank, history[rank], limit) for rank in sorted(history))
+    origin = _origin(state, history.values()) if lens.by_time else None
+    lines = tuple(_line(rank, history[rank], limit, lens, origin) for rank in sorted(history))
     drawn = [line for line in lines if line.parts]
-    band = _band(drawn) if len(drawn) > MOST_LINES else None
-    return Curve(name, lines, band, _mean_line(drawn) if len(drawn) > 1 else ())
+    middle = _mean_line(drawn) if len(drawn) > 1 else ()
+    shown = Curve(
+        name,
+        lines,
+        band=_band(drawn) if len(drawn) > MOST_LINES else None,
+        mean=middle,
+        trend=next(iter(_smoothed([middle], lens.smoothing))) if middle and lens.smoothing else (),
+        companions=tuple(_companions(state, name, limit, lens, origin)) if drawn else (),
+        lens=lens,
+        trouble="values of 0 and below have no logarithm" if any(line.hidden for line in lines) else None,
+    )
+    if shown.is_empty:
+        return shown
+    first, last = shown.span
+    within = sorted((mark for mark in marks(state, origin) if first <= mark.place <= last), key=lambda it: it.place)
+    return replace(shown, marks=tuple(within))
 
 
 def labels(shown: Curve) -> list[Label]:
     """What stands at the ends of the lines; of a band, the ranks that end lowest and highest."""
     drawn = [line for line in shown.lines if line.parts]
+    others = [
+        Label(f"{cut(other.name, _NAME_LENGTH)} {number(other.newest)}", *other.points[-1], None, companion=place)
+        for place, other in enumerate(shown.companions)
+    ]
     if len(drawn) == 1:
-        return [_label(drawn[0], number(drawn[0].newest), drawn[0].rank)]
+        name = f"{cut(shown.name, _NAME_LENGTH)} " if others else ""
+        return [_label(drawn[0], name + number(drawn[0].newest), drawn[0].rank), *others]
     if shown.band:
         by_end = sorted(drawn, key=lambda line: line.end.mean)
         found = [_label(line, f"rank {line.rank} {number(line.newest)}", None) for line in (by_end[0], by_end[-1])]
     else:
         found = [_label(line, f"rank {line.rank} {number(line.newest)}", line.rank) for line in drawn]
-    return found + [Label(f"mean {number(shown.newest)}", *end, None, is_mean=True) for end in shown.mean[-1:]]
+    ends = (shown.trend or shown.mean)[-1:]
+    return [*found, *(Label(f"mean {number(shown.newest)}", *end, None, is_mean=True) for end in ends), *others]
 
 
 def corners(part: Sequence[Stroke]) -> list[tuple[float, float]]:
@@ -172,6 +252,29 @@ def corners(part: Sequence[Stroke]) -> list[tuple[float, float]]:
     return points
 
 
+def rows(shown: Curve, about: int) -> list[float]:
+    """Round numbers beside a curve; the first and the last enclose it."""
+    return log_ticks(*shown.values, about) if shown.lens.log else ticks(*shown.values, about)
+
+
+def columns(shown: Curve, about: int, span: tuple[float, float] | None = None) -> list[tuple[float, str]]:
+    """Round numbers below a curve, and their words: the last of them says what they count."""
+    first, last = span or shown.span
+    if not shown.lens.by_time:
+        places = step_ticks(first, last, about)
+        return list(zip(places, step_words(places), strict=True))
+    unit, word = next((unit, word) for unit, word, most in _CLOCK if last - first <= most)
+    whole = [count for count in ticks(first / unit, last / unit, about) if first / unit <= count <= last / unit]
+    words = [tick(count) for count in whole]
+    return list(
+        zip([count * unit for count in whole], [*words[:-1], *(f"{it} {word}" for it in words[-1:])], strict=True)
+    )
+
+
+_CLOCK = ((1, "s", 180), (60, "min", 10_800), (3600, "h", inf))
+"""(seconds, unit, the longest span it is used for)"""
+
+
 def ticks(low: float, high: float, about: int) -> list[float]:
     """Round numbers around `low` … `high`, some `about` of them; the first and the last enclose it."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
@@ -182,6 +285,18 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     # A hair's breadth is left out, or 0.1 + 0.2 would ask for one tick more.
     first, last = floor(low / step + 1e-6), ceil(high / step - 1e-6)
     return [place * step for place in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers around positive `low` … `high` for an axis of logarithms; the first and the last enclose it."""
+    if high < low * 1.001:
+        low, high = low / 2, high * 2
+    first, last = floor(log10(low) + 1e-6), ceil(log10(high) - 1e-6)
+    every, factors = ceil((last - first) / about), (1, 2, 5) if 2 * (last - first) < about else (1,)
+    grid = [factor * 10.0**power for power in range(first, last + every, every) for factor in factors]
+    below = [place for place in grid if place <= low * (1 + 1e-6)]
+    above = [place for place in grid if place >= high * (1 - 1e-6)]
+    return [place for place in grid if below[-1] <= place <= above[0]]
 
 
 def step_ticks(first: float, last: float, about: int) -> list[float]:
@@ -219,32 +334,79 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 def _label(line: Line, text: str, rank: int | None) -> Label:
     # The newest value, as the text has it, so that labels stand in the order of their numbers.
     value = _within(line.newest) if isfinite(line.newest) else line.end.mean
+    if line.trend or value < line.end.low:  # the smoothed line ends elsewhere; a value without a logarithm nowhere
+        value = line.trend[-1][-1][1] if line.trend else line.end.low
     return Label(text, line.end.last, value, rank)
 
 
-def _line(rank: int, series: Series, limit: int) -> Line:
+def _origin(state: RunState, every: Iterable[Series]) -> float:
+    """Where time is counted from: the launch, or the first value of the run that this one goes on from."""
+    firsts = [buckets[0].first_time for series in every if (buckets := series.buckets)]
+    return min(firsts, default=state.started) if state.resumed else state.started
+
+
+def _line(rank: int, series: Series, limit: int, lens: Lens, origin: float | None) -> Line:
     buckets = series.buckets
     width = ceil(len(buckets) / limit) or 1
     parts: list[list[Stroke]] = [[]]
     for begin in range(0, len(buckets), width):
-        stroke = _stroke(buckets[begin : begin + width])
+        stroke = _stroke(buckets[begin : begin + width], lens.log, origin)
         if stroke:
             parts[-1].append(stroke)
         elif parts[-1]:
             parts.append([])
     newest = series.last
+    whole = tuple(tuple(part) for part in parts if part)
+    means = [[(stroke.place, stroke.mean) for stroke in part] for part in whole]
     return Line(
         rank,
-        tuple(tuple(part) for part in parts if part),
+        whole,
         newest[1] if newest else float("nan"),
         sum(bucket.num_bad for bucket in buckets),
+        hidden=lens.log and any(bucket.minimum <= 0 for bucket in buckets),
+        trend=tuple(_smoothed(means, lens.smoothing)) if lens.smoothing else (),
     )
 
 
-def _stroke(group: list[Bucket]) -> Stroke | None:
+def _smoothed(parts: Iterable[Sequence[tuple[float, float]]], smoothing: float) -> Iterable[Points]:
+    """A running mean over parts of one line, in which the newest point counts 1 - smoothing; as if there had been
+    nothing before the first. Over strokes, not points: it smooths as much after a million points as after a hundred.
+
+    Source: the correction is Adam's (Kingma and Ba 2015, arXiv:1412.6980), as in TensorBoard.
+    """
+    total = weight = 0.0
+    for part in parts:
+        points = []
+        for place, value in part:
+            total = smoothing * total + (1 - smoothing) * value
+            weight = smoothing * weight + (1 - smoothing)
+            points.append((place, total / weight))
+        yield tuple(points)
+
+
+def _companions(state: RunState, name: str, limit: int, lens: Lens, origin: float | None) -> Iterable[Companion]:
+    kind = _kind(name)
+    kin = [other for other in list(state.history) if other != name and _kind(other) == kind]
+    for other in kin[:MOST_COMPANIONS]:
+        history = dict(state.history[other])
+        lines = [_line(rank, history[rank], limit, lens, origin) for rank in sorted(history)]
+        drawn = [line for line in lines if line.parts]
+        if drawn:
+            points = _mean_line(drawn) if len(drawn) > 1 else ()
+            points = points or tuple((stroke.place, stroke.mean) for stroke in drawn[0].strokes)
+            yield Companion(other, points, mean([line.newest for line in lines]))
+
+
+def _kind(name: str) -> tuple[str, ...]:
+    """What a name measures: its words without those that say on which data."""
+    words = re.split(r"[\W_]+", name.lower())
+    return tuple(word for word in words if word not in _SPLITS) or tuple(words)
+
+
+def _stroke(group: list[Bucket], is_log: bool, origin: float | None) -> Stroke | None:
     # One plain loop: a view of eight ranks comes here a thousand times a drawing.
     count, total, low, high = 0, 0.0, inf, -inf
-    for _, _, minimum, maximum, part, num_finite, _ in group:
+    for _, _, minimum, maximum, part, num_finite, _, _, _ in group:
         count += num_finite
         total += part
         if minimum < low:
@@ -256,32 +418,40 @@ def _stroke(group: list[Bucket]) -> Stroke | None:
     mean = total / count
     if not (low > 1 / _HUGE and high < _HUGE):  # as losses are, nearly always
         low, high, mean = _within(low), _within(high), _within(mean)
-    return Stroke(group[0].first_step, group[-1].last_step, low, high, mean)
+    if is_log and low <= 0:
+        if high <= 0:
+            return None
+        # Of these points nothing more is known than their greatest, and their mean.
+        mean = mean if mean > 0 else high
+        low = min(mean, high)
+    if origin is None:
+        return Stroke(group[0].first_step, group[-1].last_step, low, high, mean)
+    return Stroke(group[0].first_time - origin, group[-1].last_time - origin, low, high, mean)
 
 
 def _within(value: float) -> float:
     return max(-_HUGE, min(_HUGE, value)) if abs(value) * _HUGE > 1 else 0.0
 
 
-def _mean_line(lines: list[Line]) -> tuple[tuple[float, float], ...]:
+def _mean_line(lines: list[Line]) -> Points:
     strokes = [line.strokes for line in lines]
-    first, last = max(own[0].step for own in strokes), min(own[-1].step for own in strokes)
-    grid = [stroke.step for stroke in max(strokes, key=len) if first <= stroke.step <= last]
+    first, last = max(own[0].place for own in strokes), min(own[-1].place for own in strokes)
+    grid = [stroke.place for stroke in max(strokes, key=len) if first <= stroke.place <= last]
     if not grid:
         return ()
-    rows = [np.interp(grid, [stroke.step for stroke in own], [stroke.mean for stroke in own]) for own in strokes]
+    rows = [np.interp(grid, [stroke.place for stroke in own], [stroke.mean for stroke in own]) for own in strokes]
     return tuple(zip(grid, np.mean(rows, axis=0).tolist(), strict=True))
 
 
 def _band(lines: list[Line]) -> Band:
     """Every stroke of every rank falls into one of some columns: the height of the band there."""
     strokes = np.array([stroke for line in lines for stroke in line.strokes])  # (strokes, fields of Stroke)
-    steps = (strokes[:, 0] + strokes[:, 1]) / 2
+    places = (strokes[:, 0] + strokes[:, 1]) / 2
     num_columns = max(len(line.strokes) for line in lines)
-    columns = np.rint((steps - steps.min()) / max(np.ptp(steps), 1) * (num_columns - 1)).astype(int)
+    columns = np.rint((places - places.min()) / (np.ptp(places) or 1) * (num_columns - 1)).astype(int)
     low, high = np.full(num_columns, np.inf), np.full(num_columns, -np.inf)
     np.minimum.at(low, columns, strokes[:, 2])
     np.maximum.at(high, columns, strokes[:, 3])
     known = low <= high
-    middles = np.linspace(steps.min(), steps.max(), num_columns)[known]
+    middles = np.linspace(places.min(), places.max(), num_columns)[known]
     return Band(tuple(zip(middles.tolist(), low[known].tolist(), high[known].tolist(), strict=True)))

@@ -12,8 +12,10 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from io import BytesIO
 from textwrap import wrap
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,8 +23,11 @@ from PIL import Image
 
 from ..state import RunState
 from . import summary
-from .curves import Curve, Line, corners, curve, labels, main_name, spread, step_ticks, step_words, ticks
+from .curves import Companion, Curve, Line, chosen_name, columns, corners, curve, labels, rows, spread
+from .lens import PLAIN, Lens
+from .marks import Mark, written
 from .palette import look
+from .svg import COMPANION_DASHES
 from .words import cut, number, tick
 
 _STROKES = 300
@@ -32,6 +37,8 @@ _NUM_PANELS = 3
 _INCHES = (7.6, 3.1)
 _DPI = 100  # at which a pixel of the figure is one of the page
 _SHARP = 2  # pixels of the picture to a pixel of the page
+_MOST_DOTS = 40
+_LETTER = 5.0  # pixels, of a mark
 _COLOURS = 64  # thin lines on white need no more, and it makes a third of the bytes
 
 # Of the figure: left, bottom, width, height.
@@ -44,7 +51,7 @@ _LABEL_WIDTH = 0.0095  # of the figure, for each character
 _ROW_INCHES = 0.157
 _HEAD_INCHES = 0.59
 
-_INK, _SOFT, _LINE, _BAD = "#1f1f1f", "#616161", "#e4e4e4", "#c62828"
+_INK, _SOFT, _LINE, _BAD, _SET = "#1f1f1f", "#616161", "#e4e4e4", "#c62828", "#1976d2"
 
 # Pictures are made in the views' thread and in cells, and matplotlib's caches know no threads.
 _one_at_a_time = threading.Lock()
@@ -58,21 +65,22 @@ class RunFigure(Figure):
         return picture, display_metadata(picture)
 
 
-def figure(state: RunState, now: float | None = None) -> Figure:
+def figure(state: RunState, now: float | None = None, lens: Lens = PLAIN) -> Figure:
     """The curves of all ranks and their mean, opaque, on white; words where there is nothing to draw.
 
     Args:
         state: What is known of the run.
         now: Monotonic time, for what has elapsed; None reads the clock.
+        lens: What is drawn large, and how.
     """
-    shown = _curves(state)
-    rows, foot = ([], _foot(state)) if shown else (_rows(state), [])
+    shown = _curves(state, lens)
+    said, foot = ([], _foot(state)) if shown else (_said(state), [])
     width, height = _INCHES
-    size = (width, height + _ROW_INCHES * len(foot) if shown else _HEAD_INCHES + _ROW_INCHES * (len(rows) + 0.5))
+    size = (width, height + _ROW_INCHES * len(foot) if shown else _HEAD_INCHES + _ROW_INCHES * (len(said) + 0.5))
     drawn = RunFigure(figsize=size, dpi=_DPI, facecolor="white")
     _head(drawn, state, time.monotonic() if now is None else now)
     if not shown:
-        _say(drawn, state, rows)
+        _say(drawn, state, said)
         return drawn
     main, *others = shown
     _plot_main(drawn.add_axes(_above(drawn, _BESIDE if others else _alone(main))), main)
@@ -80,15 +88,15 @@ def figure(state: RunState, now: float | None = None) -> Figure:
     part = (height + _PANEL_GAP) / (len(others) or 1)
     for place, other in enumerate(reversed(others)):
         box = left, bottom + place * part, width, part - _PANEL_GAP
-        _plot_small(drawn.add_axes(_above(drawn, box)), other, main.steps)
+        _plot_small(drawn.add_axes(_above(drawn, box)), other, main.span)
     below = (_ROW_INCHES * (len(foot) + 0.2)) / drawn.get_size_inches()[1]
     drawn.text(0.012, below, "\n".join(foot), size=7.5, color=_SOFT, va="top", linespacing=1.4, parse_math=False)
     return drawn
 
 
-def png(state: RunState, now: float | None = None) -> bytes:
+def png(state: RunState, now: float | None = None, lens: Lens = PLAIN) -> bytes:
     """The figure as PNG, with twice the pixels that `display_metadata()` says, for sharp screens."""
-    return _picture(figure(state, now))
+    return _picture(figure(state, now, lens))
 
 
 def display_metadata(picture: bytes) -> dict[str, object]:
@@ -111,13 +119,15 @@ def _picture(drawn: Figure) -> bytes:
     return picture.getvalue()
 
 
-def _curves(state: RunState) -> list[Curve]:
+def _curves(state: RunState, lens: Lens) -> list[Curve]:
     """The curves that have something to show, the main one first."""
-    main = main_name(state)
+    main = chosen_name(state, lens)
     names = [main, *(name for name in list(state.history) if name != main)] if main else []
-    drawn = [shown for name in names if not (shown := curve(state, name, _STROKES)).is_empty]
+    drawn = [shown for name in names if not (shown := curve(state, name, _STROKES, lens)).is_empty]
+    beside = {other.name for other in drawn[0].companions} if drawn else set()
     # A value logged once, such as a learning rate, needs no panel.
-    return [shown for shown in drawn if shown is drawn[0] or shown.steps[0] < shown.steps[1]][: 1 + _NUM_PANELS]
+    others = [shown for shown in drawn[1:] if shown.name not in beside and shown.span[0] < shown.span[1]]
+    return [*drawn[:1], *(replace(shown, companions=(), marks=()) for shown in others[:_NUM_PANELS])]
 
 
 def _head(drawn: Figure, state: RunState, now: float) -> None:
@@ -142,7 +152,7 @@ def _above(drawn: Figure, box: tuple[float, float, float, float]) -> tuple[float
     return left, 1 - share + bottom * share, width, height * share
 
 
-def _rows(state: RunState) -> list[str]:
+def _said(state: RunState) -> list[str]:
     """What there is to read, in place of axes with nothing in them."""
     failure = summary.failure(state)
     if failure:
@@ -150,8 +160,8 @@ def _rows(state: RunState) -> list[str]:
     return [f"{rank}│ {line}" for rank, line in summary.last_lines(state, 12).lines] or ["no values were logged"]
 
 
-def _say(drawn: Figure, state: RunState, rows: list[str]) -> None:
-    text = "\n".join(cut(row, 112) for row in rows)
+def _say(drawn: Figure, state: RunState, said: list[str]) -> None:
+    text = "\n".join(cut(row, 112) for row in said)
     hue, top = _BAD if summary.failure(state) else _INK, _below_top(drawn, _HEAD_INCHES)
     drawn.text(0.012, top, text, size=7.5, color=hue, va="top", family="monospace", linespacing=1.5, parse_math=False)
 
@@ -167,74 +177,110 @@ def _alone(shown: Curve) -> tuple[float, float, float, float]:
 
 
 def _plot_main(axes: Axes, shown: Curve) -> None:
-    _frame(axes, shown, shown.steps, num_ticks=5, title=shown.name)
+    _frame(axes, shown, shown.span, num_ticks=5, title=shown.name)
+    right, _ = axes.transAxes.transform((1, 0))
+    for mark, side in written(shown.marks, lambda place: axes.transData.transform((place, 1))[0], _LETTER, right):
+        _draw_mark(axes, mark, side)
+    for other, dash in zip(shown.companions, COMPANION_DASHES, strict=False):
+        _draw_companion(axes, other, dash)
     _draw(axes, shown, scale=1.0)
-    bottom, top = axes.get_ylim()
     ends = labels(shown)
-    heights = spread([(label.value - bottom) / (top - bottom) for label in ends], _LABEL_HEIGHT, 0.0, 1.0)
-    for label, height in zip(ends, heights, strict=True):
-        hue = _INK if label.is_mean else _SOFT if label.rank is None else look(label.rank).light
+    wanted = [axes.transAxes.inverted().transform(axes.transData.transform((0, label.value)))[1] for label in ends]
+    for label, height in zip(ends, spread(wanted, _LABEL_HEIGHT, 0.0, 1.0), strict=True):
+        hue = _SOFT if label.rank is None else look(label.rank).light
+        hue = _INK if label.is_mean or label.companion is not None else hue
         weight = "bold" if label.is_mean else "normal"
         beside = axes.text(1.025, height, label.text, size=7.5, color=hue, weight=weight, va="center", parse_math=False)
         beside.set_transform(axes.transAxes)
         if label.is_mean or label.rank is not None:
-            axes.plot(label.step, label.value, "o", color=hue, markersize=2.8, clip_on=False, zorder=4)
+            axes.plot(label.place, label.value, "o", color=hue, markersize=2.8, clip_on=False, zorder=4)
 
 
-def _plot_small(axes: Axes, shown: Curve, steps: tuple[float, float]) -> None:
-    _frame(axes, shown, steps, num_ticks=2, title=f"{shown.name}  {number(shown.newest)}")
+def _draw_mark(axes: Axes, mark: Mark, side: Literal["left", "right"] | None) -> None:
+    if mark.kind == "saved":
+        axes.plot(mark.place, 0, "^", color=_SOFT, markersize=4, clip_on=False, transform=axes.get_xaxis_transform())
+        return
+    is_set, is_low, is_right = mark.kind == "setting", mark.kind == "epoch", side == "right"
+    axes.axvline(mark.place, color=_SET if is_set else _SOFT, linewidth=0.8, linestyle="-" if is_set else ":", zorder=1)
+    if side:
+        axes.annotate(
+            mark.text,
+            (mark.place, 0.0 if is_low else 1.0),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(3 if is_right else -3, 4 if is_low else -9),
+            textcoords="offset points",
+            ha="left" if is_right else "right",
+            size=6.5,
+            color=_SOFT,
+            parse_math=False,
+        )
+
+
+def _draw_companion(axes: Axes, other: Companion, dash: str) -> None:
+    style = (0, tuple(map(float, dash.split())))
+    marker = "o" if len(other.points) <= _MOST_DOTS else ""
+    places, values = zip(*other.points, strict=True)
+    axes.plot(places, values, color=_INK, linewidth=1.0, linestyle=style, marker=marker, markersize=3, mfc="white")
+
+
+def _plot_small(axes: Axes, shown: Curve, span: tuple[float, float]) -> None:
+    _frame(axes, shown, span, num_ticks=2, title=f"{shown.name}  {number(shown.newest)}")
     _draw(axes, shown, scale=0.75)
 
 
-def _frame(axes: Axes, shown: Curve, steps: tuple[float, float], *, num_ticks: int, title: str) -> None:
+def _frame(axes: Axes, shown: Curve, span: tuple[float, float], *, num_ticks: int, title: str) -> None:
     """Grid, round numbers and title; every colour by name, since the user's matplotlib style may be a dark one."""
-    (first, last), rows = steps, ticks(*shown.values, num_ticks)
-    columns = step_ticks(first, last, num_ticks)
+    (first, last), heights = span, rows(shown, num_ticks)
+    below = columns(shown, num_ticks, span)
     axes.set_facecolor("white")
+    axes.set_yscale("log" if shown.lens.log else "linear")
     axes.set_xlim(first, last if last > first else first + 1)
-    axes.set_ylim(rows[0], rows[-1])
-    axes.set_yticks(rows, labels=[tick(row) for row in rows])
-    axes.set_xticks(columns, labels=step_words(columns))
+    axes.set_ylim(heights[0], heights[-1])
+    axes.set_yticks(heights, labels=[tick(row) for row in heights])
+    axes.set_yticks([], minor=True)
+    axes.set_xticks([place for place, _ in below], labels=[words for _, words in below])
     axes.tick_params(length=0, labelsize=7, labelcolor=_SOFT, pad=4)
     axes.grid(visible=True, axis="y", color=_LINE, linewidth=0.7, linestyle="-")
     axes.grid(visible=False, axis="x")
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
-    bad = summary.bad_values(shown)
+    bad = summary.bad_values(shown) or shown.trouble
     words = f"{title}   ({bad})" if bad else title
     axes.set_title(words, loc="left", size=8, weight="bold", color=_BAD if bad else _INK, pad=6, parse_math=False)
 
 
 def _draw(axes: Axes, shown: Curve, *, scale: float) -> None:
     if shown.band:
-        steps, low, high = zip(*shown.band.edges, strict=True)
-        axes.fill_between(steps, low, high, color=look(0).light, alpha=0.2, linewidth=0)
+        places, low, high = zip(*shown.band.edges, strict=True)
+        axes.fill_between(places, low, high, color=look(0).light, alpha=0.2, linewidth=0)
     else:
         for line in shown.lines:
             _draw_line(axes, line, width=scale * (0.8 if shown.mean else 1.3), is_alone=not shown.mean)
-    if shown.mean:
-        axes.plot(
-            *zip(*shown.mean, strict=True),
-            color=_INK,
-            linewidth=1.6 * scale,
-            solid_capstyle="round",
-            marker=_dot(shown.mean),
-        )
+    if shown.band and shown.trend:
+        axes.plot(*zip(*shown.mean, strict=True), color=_INK, linewidth=0.7 * scale, alpha=0.35)
+    middle = shown.trend or shown.mean
+    if middle:
+        places, values = zip(*middle, strict=True)
+        width = 1.6 * scale
+        axes.plot(places, values, color=_INK, linewidth=width, solid_capstyle="round", marker=_dot(middle))
 
 
 def _draw_line(axes: Axes, line: Line, *, width: float, is_alone: bool) -> None:
+    """A rank's line; where it is smoothed, what it was before faintly behind."""
     own = look(line.rank)
     style = (0, own.dash) if own.dash and not is_alone else "-"
     for part in line.parts:
-        points = corners(part)
+        points, faint = corners(part), bool(line.trend)
         axes.plot(
             *zip(*points, strict=True),
             color=own.light,
-            linewidth=width,
-            linestyle=style,
-            alpha=0.85,
+            linewidth=0.6 if faint else width,
+            linestyle="-" if faint else style,
+            alpha=0.3 if faint else 0.85,
             marker=_dot(points),
         )
+    for trend in line.trend:
+        axes.plot(*zip(*trend, strict=True), color=own.light, linewidth=width, linestyle=style, alpha=0.85)
 
 
 def _dot(points: Sequence[object]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -95,6 +95,9 @@ def facts(state: RunState, now: float) -> list[str]:
     speed = _speed(series, since=state.went_on) if series else None
     if speed:
         words.append(rate(speed, "step"))
+    samples = [rank.paced.samples for rank in state.ranks if rank.paced and rank.paced.samples]
+    if samples:
+        words.append(rate(sum(samples), "sample"))
     words.append(f"{duration(elapsed(state, now))} elapsed")
     left = _left(state, now)
     if left is not None:
@@ -102,9 +105,9 @@ def facts(state: RunState, now: float) -> list[str]:
     return words
 
 
-def values(state: RunState, *, but: str | None = None, limit: int = 6) -> list[str]:
-    """The newest values, meaned over the ranks: ["accuracy 0.930", "lr 0.100"]; `but` is drawn already."""
-    names = [name for name in list(state.history) if name != but]
+def values(state: RunState, *, but: Collection[str | None] = (), limit: int = 6) -> list[str]:
+    """The newest values, meaned over the ranks: ["accuracy 0.930", "lr 0.100"]; those in `but` are drawn already."""
+    names = [name for name in list(state.history) if name not in but]
     shown = [f"{name} {number(newest(state, name))}" for name in names[:limit]]
     return shown + [f"and {len(names) - limit} more"] * (len(names) > limit)
 

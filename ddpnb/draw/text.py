@@ -43,7 +43,7 @@ def text_card(state: RunState, now: float) -> str:
     rows = [f"● {state.name}  {' · '.join([summary.status(state), *summary.place(state)])}"]
     rows += [facts if done is None else f"{_bar(done)}  {facts}"]
     rows += _curve(state, name) if name else []
-    others = summary.values(state, but=name)
+    others = summary.values(state, but=(name,))
     rows += [" · ".join(others)] if others else []
     kept = summary.kept(state)
     rows += [" · ".join(kept)] if kept else []

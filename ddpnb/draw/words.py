@@ -4,6 +4,8 @@
     number(0.23)        '0.230'
     rate(0.4, "step")   '2.5 s/step'
     count(1, "rank")    '1 rank'
+    seconds(0.0123)     '12.3 ms'
+    size(212e6)         '212 MB'
     path("/home/me/runs/digits")    'runs/digits'
 
 Runs in: kernel
@@ -13,6 +15,8 @@ from __future__ import annotations
 
 import os
 from math import floor, isfinite, log10
+
+from ..messages import Setting
 
 
 def duration(seconds: float) -> str:
@@ -59,6 +63,21 @@ def path(absolute: str | os.PathLike[str]) -> str:
         return min(os.path.relpath(absolute), os.fspath(absolute), key=len)
     except OSError:  # the working directory has been removed
         return os.fspath(absolute)
+
+
+def setting(value: Setting) -> str:
+    """A value that was set: as it was typed, if it was typed short."""
+    return f"{value:.4g}" if isinstance(value, float) else cut(str(value), 24)
+
+
+def seconds(length: float) -> str:
+    """A short time, in milliseconds below one second."""
+    return f"{number(length)} s" if length >= 1 else f"{number(1000 * length)} ms"
+
+
+def size(num_bytes: int) -> str:
+    """An amount of memory."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"
 
 
 def cut(text: str, length: int) -> str:

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ..state import RunState
@@ -52,6 +52,34 @@ class Watched(Protocol):
     @property
     def is_live(self) -> bool:
         """Whether more will be known: a run from its folder says no more, though it may go on elsewhere."""
+
+
+class Steerable(Watched, Protocol):
+    """What can be asked of a run that goes on; each returns at once."""
+
+    def pause(self) -> None:
+        """Stand still between two steps."""
+
+    def unpause(self) -> None:
+        """Go on."""
+
+    def save(self) -> None:
+        """Save at the next step."""
+
+    def stop(self) -> None:
+        """End at the next step."""
+
+    def kill(self) -> None:
+        """End now."""
+
+    def set(self, **settings: Any) -> None:
+        """Change values at the next step."""
+
+    def keep_waiting(self) -> None:
+        """Take it for hung later only."""
+
+    def stacks(self) -> Mapping[int, str]:
+        """Where each rank stands; this alone takes a while."""
 
 
 class View(Protocol):
@@ -102,7 +130,7 @@ class Painter:
 
     def _paint(self) -> None:
         while (turns := self._unfinished()) is not None:
-            pause = min((turn.take(time.monotonic()) for turn in turns))
+            pause = min(turn.take(time.monotonic()) for turn in turns)
             self._wake.wait(max(0.0, pause))
             self._wake.clear()
 

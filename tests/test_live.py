@@ -17,6 +17,7 @@ import pytest
 from ddpnb.draw import figure
 from ddpnb.messages import AnyMessage, Ended, Hung, Woke
 from ddpnb.notebook import frontend, live, painter, terminal
+from ddpnb.notebook.final import Final
 from ddpnb.state import RunState, fold
 
 from .messages_for_tests import finished, folded, metrics, output, raised
@@ -33,6 +34,7 @@ class PlayedRun:
         self.world_size = num_ranks
         self.watchers: list[Callable[[Any], None]] = []
         self.finishers: list[Callable[[Any], None]] = []
+        self.around_waits: list[Callable[[], Any]] = []
         self.asked: list[Any] = []
         self.state: RunState = folded(num_ranks, name=name)
 
@@ -169,10 +171,10 @@ def test_a_flood_of_messages_is_drawn_twice_a_second_at_most(page: Page) -> None
     run.say(*finished(2))
 
     assert step > 100
-    # Drawings are at least half a second apart; what they take themselves varies. Two messages come once: the
+    # Drawings are at least half a second apart; what they take themselves varies. Two messages may come once: the
     # widgets, and the first name among them.
     assert len(page.times) <= 2 * (page.times[-1] - page.times[0]) + 4
-    assert len(page.others) == 2
+    assert len(page.others) <= 2
     assert "<svg" in page.values[0]
 
 
@@ -338,7 +340,7 @@ def test_a_view_that_cannot_be_drawn_says_so_and_the_others_go_on(page: Page, mo
 def test_a_figure_that_cannot_be_drawn_is_a_warning_and_no_error(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     run = PlayedRun()
     run.say(metrics(0, "loss", [1.0]))
-    final = live.Final(run)
+    final = Final(run)
     monkeypatch.setattr(figure, "png", lambda *_, **__: 1 / 0)
 
     with pytest.warns(UserWarning, match="the figure of 'train' could not be shown: ZeroDivisionError"):

@@ -8,11 +8,14 @@ Runs in: kernel
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from .. import draw
 from ..draw.aspect import AT_FIRST, Aspect
+from .comms import answering
 from .final import Final
 from .frontend import in_notebook_kernel, is_frontend_there
 from .painter import Steerable, painter
@@ -21,6 +24,10 @@ from .terminal import attach_terminal, print_card
 if TYPE_CHECKING:
     from .looking import Eyes
     from .steering import Hands
+
+
+_FURNISHING = 2.0
+"""Seconds that a card may take for its widgets; it takes a few hundredths."""
 
 
 def attach(run: Steerable, view: bool | None) -> None:
@@ -69,6 +76,7 @@ class Card:
         self._live = HTML(draw.card(run.state, time.monotonic()), _dom_classes=["ddpnb-live"])
         self.widget = VBox([style, self._live], _dom_classes=self._signs())
         """What is shown."""
+        self._is_furnished = threading.Event()
         # What can be clicked takes some thirty messages to make, for which no launch should wait.
         painter.call(self._furnish)
 
@@ -90,6 +98,11 @@ class Card:
         """Say in the widget that it could not be drawn."""
         self._live.value = draw.trouble(self.run.name, error)
 
+    def answering(self) -> AbstractContextManager[None]:
+        """Keep the buttons alive in a cell that waits, where ipykernel can do so."""
+        self._is_furnished.wait(_FURNISHING)
+        return answering(self.widget)
+
     def _furnish(self) -> None:
         """Have the widgets with which the run is looked at and acted on."""
         from .looking import Eyes
@@ -98,6 +111,7 @@ class Card:
         self._eyes = Eyes(self.draw, self.run.state)
         self._hands = Hands(self.run, self._eyes.say, self._eyes.show_stacks)
         self.widget.children = (*self.widget.children, *self._eyes.widgets, *self._hands.widgets)
+        self._is_furnished.set()
 
     def _signs(self) -> tuple[str, ...]:
         """The classes that tell the style which of the widgets are to be seen."""
@@ -108,6 +122,7 @@ class Card:
 
 def _show_live(run: Steerable) -> None:
     card = Card(run)
+    run.around_waits.append(card.answering)
     view = {"version_major": 2, "version_minor": 0, "model_id": card.widget.model_id}
     Final(run, lambda: card.aspect.lens).show({"application/vnd.jupyter.widget-view+json": view})
     painter.add(card)

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..state import RunState
@@ -56,6 +57,9 @@ class Watched(Protocol):
 
 class Steerable(Watched, Protocol):
     """What can be asked of a run that goes on; each returns at once."""
+
+    around_waits: list[Callable[[], AbstractContextManager[object]]]
+    """Entered by each cell that waits for the run."""
 
     def pause(self) -> None:
         """Stand still between two steps."""

@@ -29,8 +29,9 @@ from ..run import Launcher, Run
 from . import choices, code
 from .comms import answering, tree
 from .controls import Control
+from .final import Final
 from .frontend import in_notebook_kernel, is_frontend_there
-from .live import Card, Final
+from .live import Card
 from .painter import Watched, painter
 
 _LEAST_SLIDER = 4

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 import pytest
@@ -29,19 +29,32 @@ from ddpnb.context import current_session
 from ddpnb.folder import Folder
 from ddpnb.messages import (
     AnyMessage,
+    Applied,
     Asked,
     Ended,
     Exited,
+    Halted,
+    Hung,
+    Interrupted,
     Lost,
     Met,
     Metrics,
     Noted,
+    Offered,
+    Output,
+    Paced,
+    Paused,
+    Phase,
     Recalled,
     Resumed,
+    Returned,
     Saved,
     Stack,
     Started,
+    Steered,
     Stopping,
+    Unpaused,
+    Woke,
 )
 from ddpnb.plan import Options, make_plan, settled_by_torchrun
 from ddpnb.state import RunState, fold, new_state
@@ -216,6 +229,13 @@ def test_a_recorded_message_is_read_as_it_was() -> None:
         Metrics(time=2.0, rank=1, name='a "löss"\n', steps=steps, values=values, times=times),
         progress(0, 0, 3, None, "epoch"),
         Stopping(time=2.0, rank=0, check=4),
+        Paused(time=2.0, rank=1, check=3),
+        Unpaused(time=2.5, rank=1),
+        Offered(time=2.0, rank=0, name="mode", value="a"),
+        Offered(time=2.0, rank=0, name="is_on", value=True),
+        Applied(time=2.0, rank=0, name="lr", before=None, value=0.1, step=3),
+        Applied(time=2.0, rank=0, name="steps", before=3, value=2**53, step=4),
+        Paced(time=2.0, rank=0, num_steps=9, step=0.1, data=0.0, wait=None, samples=3.5, memory=1 << 30),
         Saved(time=2.0, rank=0, path="/a/\udc80", step=3, epoch=0),
         Resumed(time=2.0, rank=0, path="/a b/ü", step=3, epoch=0),
         replace(raised(1), exception=None),
@@ -223,10 +243,17 @@ def test_a_recorded_message_is_read_as_it_was() -> None:
         Stack(time=3.0, rank=0, text="File …"),
         Lost(time=3.0, node_rank=1, rank=2, text="gone", is_echo=True),
         Asked(time=3.0, how="stop"),
+        Steered(time=3.0, how="pause"),
+        Halted(time=3.0, rank=0, halted=True),
+        Hung(time=3.0, silence=12.5),
+        Woke(time=3.0),
         Noted(time=3.0, text="a note"),
+        Phase(time=3.0, rank=0, phase="threads"),
+        Returned(time=3.0, rank=0, value=b""),
         Ended(time=4.0, problem=None),
     ]
 
+    assert {*get_args(AnyMessage)} - {Output, Recalled, Interrupted} == {type(each) for each in said}
     assert said == read([line for message in said for line in journal.lines(message, 0.5)], 0.5)
 
 

@@ -103,6 +103,16 @@ def test_when_the_nodes_have_met_the_ranks_get_their_numbers() -> None:
     assert ([1, 2], 3) == ([rank.rank for rank in met.ranks], met.world_size)
 
 
+def test_a_run_on_several_nodes_cannot_be_steered_yet(node: Node) -> None:
+    runs = [node(rank)(dist.barrier) for rank in range(2)]
+    first, second = runs
+
+    for ask in (first.pause, second.unpause, lambda: first.set(lr=0.1)):
+        with pytest.raises(RuntimeError, match="does not reach the other nodes of barrier yet"):
+            ask()
+    assert [None, None] == [run.exception(DEADLINE) for run in runs]
+
+
 # ---- failures
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +23,7 @@ from ddpnb.state import RunState
 from ddpnb.train.steering import change
 from tests import resumable
 
-from .conftest import Kernel, wait_until
+from .conftest import Kernel, have_ended, wait_until
 from .messages_for_tests import folded
 
 
@@ -195,20 +198,26 @@ def test_an_interrupted_wait_ends_a_paused_run(kernel: Kernel) -> None:
     assert "finished" == kernel.value("print(repr(run.state.status))")
 
 
-def test_a_paused_run_saves_when_its_kernel_is_killed(fresh_kernel: Kernel, tmp_path: Path) -> None:
-    fresh_kernel.run(f"""
-        from tests.test_steering import train
-        run = two.__class__(nproc_per_node=2, view=False, run_dir={str(tmp_path)!r})(train)
-        run.pause()
-        until(run, lambda run: run.state.status == "paused")
-    """)
-    workers = fresh_kernel.workers()
-    os.kill(fresh_kernel.pid, signal.SIGKILL)
-    wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in workers))
+def test_a_paused_run_saves_when_its_kernel_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import ddpnb
+from tests.test_steering import is_paused, launch, train, until
+run = launch(train, run_dir={str(tmp_path)!r})
+run.pause()
+until(run, is_paused)
+print(*(rank.pid for rank in run.state.ranks), flush=True)
+run.wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as kernel:
+        assert kernel.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in kernel.stdout.readline().split()]
+        kernel.kill()
+    wait_until(lambda: have_ended(workers), what="the end of all workers")
+    read = ddpnb.open_run(tmp_path)
 
-    saved = ddpnb.open_run(tmp_path)
-
-    assert ["step-00000001"] == [path.name for path in (saved.dir or tmp_path).glob("checkpoints/step-*")]
+    assert 2 == len(workers)
+    assert read.state.interrupted
+    assert ["step-00000001"] == [path.name for path in (read.dir or tmp_path).glob("checkpoints/step-*")]
 
 
 # ---- settings
@@ -350,6 +359,34 @@ def test_a_loop_offers_its_optimizers_settings(ended: list[ddpnb.Run], name: str
     until(run, lambda state: name in state.offered)
 
     assert {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}[name] == run.state.offered[name].value
+
+
+def test_pause_set_stop_and_resume_tell_one_story(ended: list[ddpnb.Run], tmp_path: Path) -> None:
+    run = launch(train, run_dir=tmp_path)
+    ended.append(run)
+    until(run, lambda state: "loss" in state.history)
+    run.pause()
+    until(run, is_paused)
+    stood = int(run.history.steps("loss")[-1])
+    run.unpause()
+    until(run, lambda state: run.history.steps("loss")[-1] > stood)
+    run.set(lr=0.02)
+    until(run, lambda state: state.applied)
+    run.stop()
+    rates = dict(run.result(30))
+    resumed = launch(train, run_dir=tmp_path, resume=True)
+    ended.append(resumed)
+    until(resumed, lambda state: "loss" in state.history and "lr" in state.offered)
+    resumed.stop()
+    later = dict(resumed.result(30))
+
+    assert max(rates) + 1 == min(later)
+    assert run.state.saved is not None
+    assert max(rates) + 1 == run.state.saved.step
+    assert run.state.applied[0].step > stood
+    assert (0.1, 0.02) == (rates[stood], rates[max(rates)])
+    assert {0.02} == set(later.values())
+    assert 0.02 == resumed.state.offered["lr"].value
 
 
 # ---- schedules

@@ -101,6 +101,10 @@ class Loop:
     torch.compile. Machines of another kind, or other versions, have other last bits. It was not tried on GPUs, where
     `torch.use_deterministic_algorithms(True)` is needed besides.
 
+    **Steered**, `run.pause()` holds all ranks after the same step, and `run.set(lr=0.01)` changes the optimizer's lr,
+    momentum or weight_decay for the next one. Of several groups the first gets the value, and the others are scaled by
+    the same factor, as are all rates that the scheduler goes by. Checkpoints have it.
+
     **Resumed** (`launch(…, resume=True)`), the Loop begins where the last checkpoint was made: weights, optimizer and
     its settings, position, random numbers. On as many ranks, with the same versions and threads, it ends with the same
     bits as if it had never been interrupted, but for comm_hook="powersgd", whose memory is not saved, and

@@ -296,18 +296,22 @@ class Session:
         default = checked(name, default)
         if self._page is None:
             return default
+        changes = list(self.settings.first_read(name, default))
+        value = self.settings.read[name]
         if name not in self.settings.claimed:
-            self._say(Offered(rank=self.place.rank, time=time.monotonic(), name=name, value=default))
-            self._log_setting(name, default)
-        self._tell_changes(self.settings.first_read(name, default))
-        return self.settings.read[name]
+            self._say(Offered(rank=self.place.rank, time=time.monotonic(), name=name, value=value))
+            if not changes:
+                self.log_setting(name, value, self._next_step())
+        self._tell_changes(changes)
+        return value
 
     def claim_settings(self, values: Mapping[str, Setting], apply: Callable[[str, Setting], None]) -> None:
         """Offer settings that the caller applies himself.
 
         Args:
             values: as they are now.
-            apply: called in a check, on all ranks in the same, with a name and what it was set to.
+            apply: called in a check, on all ranks in the same, with a name and what it was set to; refuses that by a
+                ValueError, the same on all.
         """
         self.settings.claim(values, apply)
         for name, value in values.items():
@@ -318,13 +322,21 @@ class Session:
     def recall_settings(self, values: Mapping[str, Setting]) -> None:
         """Have again what was set in the run from which this one goes on."""
         for each in self.settings.recall(values):
-            if isinstance(each, Change):
+            if isinstance(each, str):
+                self.note(each)
+            else:
                 self._say(Offered(rank=self.place.rank, time=time.monotonic(), name=each.name, value=each.value))
 
     def say_applied(self, name: str, before: Setting | None, value: Setting, step: int) -> None:
         """Tell the kernel of a change, from this step on."""
-        applied = Applied(rank=self.place.rank, time=time.monotonic(), name=name, before=before, value=value, step=step)
-        self._say(applied)
+        now, rank = time.monotonic(), self.place.rank
+        self._say(Applied(rank=rank, time=now, name=name, before=before, value=value, step=step))
+
+    def log_setting(self, name: str, value: Setting, step: int) -> None:
+        """Put a number into the history. Unlike `log()` it counts no step: a value may change twice before one."""
+        if not isinstance(value, bool | str):
+            self.flush(wait=True)
+            self._send(self._points(name, [(step, float(value), time.monotonic())]))
 
     def note(self, text: str) -> None:
         """Something the user should know, once for all ranks."""
@@ -341,12 +353,9 @@ class Session:
             if isinstance(each, str):
                 self.note(each)
             elif each.name not in self.settings.claimed:  # whoever has claimed it says when he has applied it
-                self.say_applied(each.name, each.before, each.value, self._next_step())
-                self._log_setting(each.name, each.value)
-
-    def _log_setting(self, name: str, value: Setting) -> None:
-        if not isinstance(value, bool | str):
-            self.records.append((self._next_step(), monotonic(), {name: float(value)}))
+                step = self._next_step()
+                self.say_applied(each.name, each.before, each.value, step)
+                self.log_setting(each.name, each.value, step)
 
     def _next_step(self) -> int:
         """The step at which the next value is logged, as far as can be known."""
@@ -416,18 +425,20 @@ class Session:
                 self._current_step = step
             for name, value in named.items():
                 points.setdefault(name, []).append((step, value, moment))
-        now = time.monotonic()
         for name, rows in points.items():
-            steps, values, times = zip(*rows, strict=True)
-            self._latest[name] = steps[-1], values[-1]
-            yield Metrics(
-                rank=self.place.rank,
-                time=now,
-                name=name,
-                steps=array("q", steps).tobytes(),
-                values=array("d", values).tobytes(),
-                times=array("d", times).tobytes(),
-            )
+            self._latest[name] = rows[-1][:2]
+            yield self._points(name, rows)
+
+    def _points(self, name: str, rows: list[tuple[int, float, float]]) -> Metrics:
+        steps, values, times = zip(*rows, strict=True)
+        return Metrics(
+            rank=self.place.rank,
+            time=time.monotonic(),
+            name=name,
+            steps=array("q", steps).tobytes(),
+            values=array("d", values).tobytes(),
+            times=array("d", times).tobytes(),
+        )
 
     def _arrived(self, wait: bool) -> Iterator[tuple[int | None, float, dict[str, float]]]:
         records = self.records

@@ -29,7 +29,7 @@ class Helm:
 
     def __init__(self, page: Page) -> None:
         self._page = page
-        self._setting = threading.Lock()
+        self._lock = threading.Lock()
         self._set: dict[str, Set] = {}
         self._version = 0  # of what is set here
         self._offered = 0  # of what is on the page
@@ -43,7 +43,7 @@ class Helm:
         Raises:
             ValueError: there is no room for so many.
         """
-        with self._setting:
+        with self._lock:
             version = self._version + 1
             later = self._set | {name: Set(value, version) for name, value in values.items()}
             pack(later)
@@ -63,20 +63,19 @@ class Helm:
 
     def look(self, state: RunState, now: float) -> Iterator[AnyMessage]:
         """Offer what is set, as soon as those who may still ask have taken what was set before."""
-        asking = [each for each in state.ranks if _may_ask(each)]
-        first = state.ranks[0].rank
-        if not self._is_taken:
-            self._is_taken = self._page.have_taken(each.rank - first for each in asking)
-        if self._is_taken and self._offered < self._version and state.asked is None:
-            with self._setting:
-                packed, self._offered = pack(self._set), self._version
-            self._page.offer_settings(packed, self._offered)
-            self._is_taken = False
         if not self.is_open(state):
             self._asked = None
             return
         if self._asked is None:
             self._asked = now
+        asking, first = [each for each in state.ranks if _may_ask(each)], state.ranks[0].rank
+        if not self._is_taken:
+            self._is_taken = self._page.have_taken(each.rank - first for each in asking)
+        if self._is_taken and self._offered < self._version:
+            with self._lock:
+                packed, self._offered = pack(self._set), self._version
+            self._page.offer_settings(packed, self._offered)
+            self._is_taken = False
         silent = [each for each in asking if self._is_silent(each, each.rank - first, now)]
         if silent and not self._has_noted:
             self._has_noted = True

@@ -83,7 +83,7 @@ def unpack(packed: bytes) -> dict[str, Set]:
     return {name: Set(*entry) for name, entry in json.loads(packed).items()}
 
 
-def fitted(name: str, value: Setting, like: Setting) -> Setting:
+def fitted(value: Setting, like: Setting) -> Setting:
     """The value as the type of `like`, where it means the same: 3 for 3.0 where an int is wanted.
 
     Raises:
@@ -94,7 +94,7 @@ def fitted(name: str, value: Setting, like: Setting) -> Setting:
         return value
     if wanted is not str and not isinstance(value, str | bool) and wanted(value) == value:
         return wanted(value)
-    raise ValueError(f"{name}={value!r} is refused: {name} is of type {wanted.__name__} here, {like!r} now")
+    raise ValueError(f"it is of type {wanted.__name__} here, {like!r} now")
 
 
 # ---- on a rank
@@ -124,7 +124,7 @@ class Settings:
         self._version = 0
 
     def claim(self, values: Mapping[str, Setting], apply: Callable[[str, Setting], None]) -> None:
-        """From now on have what is set of these names applied by the caller, and told as well."""
+        """From now on have what is set of these names applied by the caller, who tells it; ValueError refuses it."""
         self.claimed, self._apply = dict(values), apply
 
     def release(self) -> None:
@@ -136,50 +136,54 @@ class Settings:
         return {name: each.value for name, each in self._set.items()}
 
     def recall(self, values: Mapping[str, Setting]) -> Iterator[Change | str]:
-        """Go on from what a checkpoint has."""
+        """Go on from what a checkpoint has; an optimizer's own come with that."""
         for name, value in values.items():
-            self._set[name] = Set(value, 0)
-            if name in self.read:
-                yield from self._change(name, value)
+            yield from self._put(name, Set(value, 0))
+        self.unread.clear()
 
     def take(self, packed: bytes) -> Iterator[Change | str]:
         """What the page has; the changes of what is read, and notes of what is refused."""
         arrived = unpack(packed)
         new = {name: each for name, each in arrived.items() if each.version > self._version}
         self._version = max((each.version for each in arrived.values()), default=0)
-        self._set |= new
         for name, each in new.items():
+            yield from self._put(name, each)
+
+    def _put(self, name: str, new: Set) -> Iterator[Change | str]:
+        try:
             if name in self.claimed:
-                self._apply(name, each.value)
+                self._apply(name, new.value)
             if name in self.read:
-                yield from self._change(name, each.value)
+                before, self.read[name] = self.read[name], fitted(new.value, self.read[name])
+                yield Change(name, before, self.read[name])
             elif name not in self.claimed:
                 self.unread[name] = None
+        except ValueError as error:
+            yield f"{name}={new.value!r} is refused: {error}"
+        else:
+            self._set[name] = new
 
     def first_read(self, name: str, default: Setting) -> Iterator[Change | str]:
-        """Take a name into what is read."""
+        """Take a name into what is read; a change where it had been set before, in this run."""
         self.read[name] = default
         self.unread.pop(name, None)
-        if name in self._set:
-            each = self._set[name]
-            for said in self._change(name, each.value):
-                yield said._replace(before=None) if isinstance(said, Change) else said
+        if name not in self._set:
+            return
+        earlier = self._set[name]
+        try:
+            self.read[name] = fitted(earlier.value, default)
+        except ValueError as error:
+            del self._set[name]
+            yield f"{name}={earlier.value!r} is refused: {error}"
+        else:
+            if earlier.version:
+                yield Change(name, None, self.read[name])
 
     def take_unread(self) -> Iterator[str]:
         """Notes of what nothing reads, each once."""
         for name in tuple(self.unread):
             del self.unread[name]
             yield f"nothing reads {name!r}: {self._what_there_is(name)}"
-
-    def _change(self, name: str, value: Setting) -> Iterator[Change | str]:
-        before = self.read[name]
-        try:
-            self.read[name] = fitted(name, value, before)
-        except ValueError as error:
-            del self._set[name]
-            yield str(error)
-            return
-        yield Change(name, before, self.read[name])
 
     def _what_there_is(self, name: str) -> str:
         names = ", ".join(dict.fromkeys([*self.claimed, *self.read]))

@@ -261,15 +261,18 @@ def test_what_is_set_in_a_pause_counts_from_the_next_step_on(ended: list[ddpnb.R
     ended.append(run)
     run.pause()
     until(run, is_paused)
-    run.set(gain=2.0)
-    run.set(gain=3.0)
-    until(run, lambda state: state.applied and state.applied[-1].value == 3.0)
+    for number in (2.0, 3.0):
+        run.set(gain=number)
+        until(run, lambda state: state.offered["gain"].value == number)  # noqa: B023
     run.unpause()
     until(run, lambda state: run.history.steps("loss").size > 3)
     run.stop()
-    _, values = run.result(30)
+    steps, values = run.result(30)
 
     assert [0.5, 3.0, 3.0] == values[:3]
+    assert [1, 1] == [each.step for each in run.state.applied]
+    assert [0, 1, 1] == run.history.steps("gain", 0).tolist()
+    assert list(range(steps)) == run.history.steps("loss", 0).tolist()
 
 
 def test_a_value_set_before_it_is_read_is_there_when_it_is(ended: list[ddpnb.Run]) -> None:
@@ -637,3 +640,4 @@ def test_a_resumed_run_reads_what_was_set_before(ended: list[ddpnb.Run], tmp_pat
     assert [1.0, 2.0, 2.0] == before[:3]
     assert {2.0} == set(after)
     assert 2.0 == resumed.state.offered["gain"].value
+    assert () == resumed.state.applied

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer
 
-from ..context import Session, current_session, log
+from ..context import Session, current_session
 from ..messages import Setting
 
 _NAMES = ("lr", "momentum", "weight_decay")
@@ -50,15 +50,11 @@ class Steering:
     def _apply(self, session: Session, count: Callable[[], int], name: str, value: Setting) -> None:
         """In a check, which never stands in the optimizer's step: the next one is made with it, on all ranks."""
         before = float(self._optimizer.param_groups[0][name])
-        try:
-            change(self._optimizer, self._scheduler, name, value)
-        except ValueError as error:
-            session.note(f"{name}={value!r} is refused: {error}")
-            return
+        change(self._optimizer, self._scheduler, name, value)
         now, step = float(self._optimizer.param_groups[0][name]), count()
         session.say_applied(name, before, now, step)
         if name != "lr":  # which the Loop logs whenever it changes
-            log({name: now}, step=step)
+            session.log_setting(name, now, step)
 
 
 def change(optimizer: Optimizer, scheduler: Any, name: str, value: Setting) -> None:

@@ -23,13 +23,13 @@ from ddpnb.state import RunState
 from ddpnb.train.steering import change
 from tests import resumable
 
-from .conftest import Kernel, have_ended, wait_until
+from .conftest import DEADLINE, Kernel, have_ended, wait_until
 from .messages_for_tests import folded
 
 
 def until(run: ddpnb.Run, claim: Callable[[RunState], object]) -> None:
     """Wait for a message after which the claim holds."""
-    wait_until(lambda: bool(claim(run.state)) or run.done(), timeout=30, what="what the test waits for")
+    wait_until(lambda: bool(claim(run.state)) or run.done(), timeout=DEADLINE, what="what the test waits for")
     assert claim(run.state), (run.state.status, run.state.notes, run.output())
 
 
@@ -41,6 +41,12 @@ def launch(function: Callable[..., Any], *args: Any, num_ranks: int = 2, **kwarg
     return ddpnb.Launcher(nproc_per_node=num_ranks, view=False, **kwargs)(function, *args)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def worker_server() -> None:
+    """Has loaded torch, which takes as long as the machine is busy."""
+    launch(ddpnb.rank).result()
+
+
 @pytest.fixture
 def ended() -> Iterator[list[ddpnb.Run]]:
     """Runs that a test is to leave ended."""
@@ -48,7 +54,7 @@ def ended() -> Iterator[list[ddpnb.Run]]:
     yield runs
     for run in runs:
         run.kill()
-        run.wait(30)
+        run.wait(DEADLINE)
 
 
 # ---- what is trained here
@@ -125,7 +131,7 @@ def test_a_paused_run_makes_no_step(ended: list[ddpnb.Run], tmp_path: Path) -> N
     run.stacks()
     run.stop()
 
-    assert {0: made // 2, 1: made // 2} == run.results(30)
+    assert {0: made // 2, 1: made // 2} == run.results(DEADLINE)
     assert made == len(list(tmp_path.iterdir()))
 
 
@@ -138,7 +144,7 @@ def test_asked_during_the_start_it_pauses_after_the_first_step(ended: list[ddpnb
     run.stop()
 
     assert [1, 1] == checks
-    assert {0: 1, 1: 1} == {rank: steps for rank, (steps, _) in run.results(30).items()}
+    assert {0: 1, 1: 1} == {rank: steps for rank, (steps, _) in run.results(DEADLINE).items()}
 
 
 def test_pausing_twice_and_going_on_without_a_pause_do_nothing(ended: list[ddpnb.Run]) -> None:
@@ -154,7 +160,7 @@ def test_pausing_twice_and_going_on_without_a_pause_do_nothing(ended: list[ddpnb
     until(run, lambda state: not state.pausing and state.paused_since is None)
     run.stop()
 
-    assert run.results(30)
+    assert run.results(DEADLINE)
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
@@ -164,7 +170,7 @@ def test_a_paused_run_ends_as_one_that_is_not(ended: list[ddpnb.Run], how: str) 
     run.pause()
     until(run, is_paused)
     getattr(run, how)()
-    run.wait(30)
+    run.wait(DEADLINE)
 
     assert {"stop": "finished", "kill": "killed"}[how] == run.state.status
     assert not run.state.pausing
@@ -176,7 +182,7 @@ def test_a_rank_that_dies_in_a_pause_is_blamed(ended: list[ddpnb.Run]) -> None:
     run.pause()
     until(run, is_paused)
     os.kill(run.state.ranks[1].pid or 0, signal.SIGKILL)
-    error = run.exception(30)
+    error = run.exception(DEADLINE)
 
     assert isinstance(error, ddpnb.WorkerError)
     assert (1, -9) == (error.rank, error.exitcode)
@@ -232,7 +238,7 @@ def test_a_value_changes_on_all_ranks_at_the_same_step(ended: list[ddpnb.Run], n
         run.set(gain=float(number))
     until(run, lambda state: state.offered["gain"].value == 5.0)
     run.stop()
-    results = list(run.results(30).values())
+    results = list(run.results(DEADLINE).values())
 
     assert [results[0]] * num_ranks == results
     assert 0.5 == results[0][1][0]
@@ -247,7 +253,7 @@ def test_a_change_is_told_with_its_step_and_is_in_the_history(ended: list[ddpnb.
     until(run, lambda state: state.applied)
     (applied,) = run.state.applied
     run.stop()
-    _, values = run.result(30)
+    _, values = run.result(DEADLINE)
 
     assert ("gain", 0.5, 2.0) == (applied.name, applied.before, applied.value)
     assert values.index(2.0) == applied.step
@@ -267,7 +273,7 @@ def test_what_is_set_in_a_pause_counts_from_the_next_step_on(ended: list[ddpnb.R
     run.unpause()
     until(run, lambda state: run.history.steps("loss").size > 3)
     run.stop()
-    steps, values = run.result(30)
+    steps, values = run.result(DEADLINE)
 
     assert [0.5, 3.0, 3.0] == values[:3]
     assert [1, 1] == [each.step for each in run.state.applied]
@@ -289,7 +295,7 @@ def test_a_value_set_before_it_is_read_is_there_when_it_is(ended: list[ddpnb.Run
     until(run, lambda state: state.applied)
     run.stop()
 
-    assert [None, None, None, 4.0] == run.result(30)[:4]
+    assert [None, None, None, 4.0] == run.result(DEADLINE)[:4]
     assert (None, 4.0) == (run.state.applied[0].before, run.state.applied[0].value)
 
 
@@ -331,7 +337,7 @@ def test_a_loops_learning_rate_changes_between_two_steps_of_all_ranks(ended: lis
     run.set(lr=0.025, momentum=0.5)
     until(run, lambda state: 2 == len(state.applied))
     run.stop()
-    results = run.results(30)
+    results = run.results(DEADLINE)
     applied = {each.name: each for each in run.state.applied}
     rates = dict(results[0])
 
@@ -376,12 +382,12 @@ def test_pause_set_stop_and_resume_tell_one_story(ended: list[ddpnb.Run], tmp_pa
     run.set(lr=0.02)
     until(run, lambda state: state.applied)
     run.stop()
-    rates = dict(run.result(30))
+    rates = dict(run.result(DEADLINE))
     resumed = launch(train, run_dir=tmp_path, resume=True)
     ended.append(resumed)
     until(resumed, lambda state: "loss" in state.history and "lr" in state.offered)
     resumed.stop()
-    later = dict(resumed.result(30))
+    later = dict(resumed.result(DEADLINE))
 
     assert max(rates) + 1 == min(later)
     assert run.state.saved is not None
@@ -498,7 +504,7 @@ def test_a_function_that_never_asks_is_told_so(ended: list[ddpnb.Run]) -> None:
 
 def test_a_run_that_has_ended_cannot_be_asked() -> None:
     run = launch(ddpnb.rank, num_ranks=1)
-    run.wait(30)
+    run.wait(DEADLINE)
 
     for ask in (run.pause, run.unpause, lambda: run.set(lr=0.1)):
         with pytest.raises(RuntimeError, match="rank has ended: finished"):
@@ -576,7 +582,7 @@ def test_an_opened_run_shows_what_was_changed(ended: list[ddpnb.Run], tmp_path: 
     run.set(gain=2.0)
     until(run, lambda state: state.applied)
     run.stop()
-    run.wait(30)
+    run.wait(DEADLINE)
     read = ddpnb.open_run(tmp_path)
 
     assert [each.value for each in run.state.applied] == [each.value for each in read.state.applied]
@@ -604,14 +610,14 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one_that_was_set_t
     stopped = resumable.launcher(2, tmp_path / "stopped")(resumable.train, "stop", 7)
     ended.append(stopped)
     _set_after_the_first_step(stopped, **values)
-    stopped.wait(60)
+    stopped.wait(DEADLINE)
     resumed = resumable.launcher(2, tmp_path / "stopped", resume=True)(resumable.train)
     ended.append(resumed)
-    first, last, digest = resumed.result(60)
-    untouched = resumable.launcher(2)(resumable.train).result(60)
+    first, last, digest = resumed.result(DEADLINE)
+    untouched = resumable.launcher(2)(resumable.train).result(DEADLINE)
 
     assert (8, resumable.NUM_STEPS) == (first, last)
-    assert whole.result(60)[2] == digest
+    assert whole.result(DEADLINE)[2] == digest
     assert untouched[2] != digest
 
 
@@ -632,10 +638,10 @@ def test_a_resumed_run_reads_what_was_set_before(ended: list[ddpnb.Run], tmp_pat
     run = launch(gains, 3, run_dir=tmp_path)
     ended.append(run)
     _set_after_the_first_step(run, gain=2.0)
-    before = run.result(30)
+    before = run.result(DEADLINE)
     resumed = launch(gains, None, run_dir=tmp_path, resume=True)
     ended.append(resumed)
-    after = resumed.result(30)
+    after = resumed.result(DEADLINE)
 
     assert [1.0, 2.0, 2.0] == before[:3]
     assert {2.0} == set(after)

@@ -22,7 +22,6 @@ from .state import Failure, RankState, RunState
 
 _OUTPUT_LINES = 5
 _DUMP_LINES = 110  # faulthandler writes at most 100 frames, and a few lines around them
-_MOST_NAMES = 6
 _SOURCE_OF_TORCH = re.compile(r"^\[/[^\]]*\.cc:\d+\] ")
 """Where in the library a message was made, which gloo begins with."""
 _GUESS_OF_GLOO = " This is typically caused by a remote worker hanging"
@@ -230,13 +229,18 @@ def _stood(stands: Standing) -> str:
 
 
 def last_values(state: RunState, rank: int) -> Iterable[str]:
-    """What was logged last, and where it ceased to be a number: a line for each name."""
-    for name, ranks in list(state.history.items())[:_MOST_NAMES]:
-        own = ranks.get(rank) or next(iter(ranks.values()))
+    """The loss as it was logged last, and whatever ceased to be a number, with the step at which it did."""
+    history = {name: dict(ranks) for name, ranks in list(state.history.items())}
+    main = max(history, key=lambda name: ("loss" in name, _num_points(history[name])), default=None)
+    for name, ranks in history.items():
         begun = {each: first for each, series in ranks.items() if (first := _first_bad(series)) is not None}
-        words = [*_newest_finite(own), *_since(begun, state.world_size)]
-        if words:
-            yield f"{name} {'; '.join(words)}"
+        if name == main or begun:
+            own = ranks.get(rank) or next(iter(ranks.values()))
+            yield f"{name} {'; '.join([*_newest_finite(own), *_since(begun, state.world_size)])}"
+
+
+def _num_points(ranks: dict[int, Series]) -> int:
+    return sum(series.num_points for series in ranks.values())
 
 
 def _newest_finite(series: Series) -> Iterable[str]:

@@ -41,7 +41,7 @@ def hang(state: RunState) -> str:
     """
     found = _standings(state)
     lines = [f"  rank {rank.rank}{_step(state, rank)}: {_stands(rank, stands)}" for rank, stands in found]
-    lines += [f"  rank {rank.rank}: {doing(state, rank)}" for rank in state.ranks if rank.has_reported]
+    lines += [f"  rank {rank.rank}: {doing(state, rank)}" for rank in state.ranks if _is_over(rank)]
     return "\n\n".join([hang_headline(state), "\n".join(lines), *_advice(state, found), _WAIT_OR_END])
 
 
@@ -64,7 +64,12 @@ def hang_headline(state: RunState) -> str:
 
 
 def _standings(state: RunState) -> list[tuple[RankState, Standing]]:
-    return [(rank, standing(state, rank)) for rank in state.ranks if not rank.has_reported]
+    return [(rank, standing(state, rank)) for rank in state.ranks if not _is_over(rank)]
+
+
+def _is_over(rank: RankState) -> bool:
+    """Whether it came to an end by itself; one that was ended for hanging is told of as it hung."""
+    return rank.has_reported and not (rank.exited and rank.exited.ended_by_us and not rank.raised and not rank.returned)
 
 
 def _is_mismatch(found: list[tuple[RankState, Standing]]) -> bool:

@@ -271,6 +271,14 @@ def test_the_last_value_is_told() -> None:
     assert ("loss 0.25 at step 2",) == values_of((0, [1.0, 0.5, 0.25]))
 
 
+def test_of_several_names_the_loss_is_told_and_what_is_no_number() -> None:
+    logged = [metrics(0, "lr", [0.1, 0.1]), metrics(0, "loss", [0.5]), metrics(0, "grad_norm", [1.0, float("inf")])]
+
+    told = autopsy(folded(1, [*logged, raised(0)])).values
+
+    assert ("loss 0.5 at step 0", "grad_norm 1 at step 0; inf from step 1 on") == told
+
+
 def test_where_a_value_became_nan_is_told_with_the_rank_that_was_first() -> None:
     nan = float("nan")
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from ddpnb.messages import Halted, Hung, Returned, Stack
+from ddpnb.messages import Exited, Halted, Hung, Returned, Stack
 from ddpnb.report import hang, hang_headline
-from ddpnb.state import RunState
+from ddpnb.state import RunState, fold
 
 from .conftest import Kernel
 from .messages_for_tests import folded, metrics
@@ -294,6 +294,17 @@ def test_a_rank_that_returned_early_is_named_before_those_that_wait_for_it() -> 
 
     assert "no step for 12 s: rank 0 returned already; rank 1 waits in all_reduce()" == hang_headline(state)
     assert "Every rank must make the same collective calls in the same order." in hang(state)
+
+
+def test_what_hung_can_be_read_after_it_was_ended() -> None:
+    state = hung(2, *(stack(rank, ALL_REDUCE, ("cell", 7 + rank, "train")) for rank in range(2)))
+    before = hang(state)
+
+    for rank in range(2):
+        killed = Exited(time=9.0, rank=rank, exitcode=-9, ended_by_us=True, memory=None, oom_kills=None)
+        state = fold(state, killed)
+
+    assert before == hang(state)
 
 
 def test_a_stopped_rank_is_last_seen_where_its_newest_stack_was() -> None:

@@ -146,7 +146,7 @@ def test_ranks_that_give_no_sign_and_do_not_compute_are_told_of_after_a_longer_t
 
     run.look(seconds(1000, 1100))
 
-    assert [("Hung", 1032.0)] == run.hangs
+    assert [("Hung", 1033.0)] == run.hangs
 
 
 def test_an_idle_kernel_is_woken_once_a_second(run: Watched) -> None:

@@ -30,7 +30,7 @@ _MOST_TIMED = 256
 _PAUSE = 0.7
 """Least seconds between two words of the steps: every other flush of the session has one."""
 _MEMORY_PAUSE = 2.0
-"""Seconds between two words where no step was made, of the memory alone."""
+"""Least seconds between two words where no step was made, of the memory alone."""
 
 
 class _Lap(NamedTuple):
@@ -112,10 +112,12 @@ class Stopwatch:
             last: what is new is told at once.
         """
         told = self._told
-        has_new_steps = self._num_steps > (0 if told is None else told.num_steps)
         if told is not None:
-            pause = _PAUSE if has_new_steps else _MEMORY_PAUSE
-            if monotonic() - told.time < pause and not (last and has_new_steps):
+            has_new_steps = self._num_steps > told.num_steps
+            since = monotonic() - told.time
+            if since < (_PAUSE if has_new_steps else _MEMORY_PAUSE) and not (last and has_new_steps):
+                return None
+            if not has_new_steps and _is_close(_memory(self._device), told.memory):
                 return None
         self._told = self.paced()
         return self._told
@@ -145,6 +147,11 @@ class Stopwatch:
             newest.append(lap)
             seconds += lap.step
         return newest
+
+
+def _is_close(memory: int | None, told: int | None) -> bool:
+    """To within a hundredth: not worth a word."""
+    return memory == told or (memory is not None and told is not None and abs(memory - told) < 0.01 * told)
 
 
 def _memory(device: str) -> int | None:

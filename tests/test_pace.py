@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import ddpnb
 from ddpnb import stopwatch
 from ddpnb.context import current_session
-from ddpnb.draw.pace import RankPace, Straggler, paces, slowest
+from ddpnb.draw.pace import RankPace, paces, slowest
 from ddpnb.messages import Paced
 from ddpnb.state import RunState
 from ddpnb.stopwatch import NUM_TIMED, Stopwatch
@@ -393,6 +394,16 @@ def test_news_are_told_now_and_then_and_at_the_end_at_once(clock: Clock) -> None
     assert 4 <= told.count(True) <= 5
 
 
+def test_memory_is_told_without_a_step_where_it_has_changed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, told = watch(), []
+    for memory in (1000, 1000, 1005, 1100):
+        monkeypatch.setattr(stopwatch, "_memory", lambda _, memory=memory: memory)
+        clock.now += 3.0
+        told.append(own.news())
+
+    assert [1000, None, None, 1100] == [paced and paced.memory for paced in told]
+
+
 # ---- who is named
 
 
@@ -429,7 +440,15 @@ def test_a_straggler_is_said_with_its_cause() -> None:
 
     assert "slowest: data loading" == getattr(slowest(data), "words", None)
     assert "slowest: compute" == getattr(slowest(compute), "words", None)
-    assert "slowest" == Straggler(rank=0, cause=None, excess=0.06).words
+
+
+def test_no_cause_is_said_where_nobody_has_seen_the_loader() -> None:
+    told = [replace(each, samples=None) for each in (paced(0, wait=0.06), paced(1, compute=0.11))]
+
+    straggler = slowest(folded(2, told))
+
+    assert straggler is not None
+    assert (1, None, "slowest") == (straggler.rank, straggler.cause, straggler.words)
 
 
 def test_nobody_is_named_before_all_ranks_have_timed_enough_steps() -> None:

@@ -29,11 +29,11 @@ class RankPace:
     rank: int
     step: float
     data: float
-    """Waiting for the next batch."""
+    """Waiting for the next batch; 0 in an own loop whose loader nobody sees, and then it is in `compute`."""
     compute: float
-    """What is neither of the others; where nobody sees the waiting, it is in here."""
+    """What is neither of the others."""
     wait: float | None
-    """Waiting for other ranks; None where that cannot be seen."""
+    """Waiting for other ranks; None where that cannot be seen, and then it is in `compute`."""
     samples: float | None
     """Samples a second; None where they are not counted."""
     memory: int | None

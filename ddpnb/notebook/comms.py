@@ -11,24 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 
 @contextmanager
 def answering(*widgets: Any) -> Iterator[None]:
-    """Have the clicks on some widgets, and on what is in them, handled where the page sends them.
+    """Have the clicks on some widgets, and on what is in them or comes into them, handled where the page sends them.
 
     Source: ipykernel 7.4, comm/comm.py, `BaseComm._reply_subshell_for`, and kernelbase.py, `shell_channel_thread_main`.
     """
-    changed = []
-    for comm in (each.comm for widget in widgets for each in tree(widget)):
-        if hasattr(comm, "_reply_subshell_for") and "_reply_subshell_for" not in vars(comm):
-            comm._reply_subshell_for = _as_asked
-            changed.append(comm)
+    adopted: list[Any] = []
+
+    def adopt(change: Any) -> None:
+        for comm in (each.comm for each in tree(change.owner)):
+            if hasattr(comm, "_reply_subshell_for") and "_reply_subshell_for" not in vars(comm):
+                comm._reply_subshell_for = _as_asked
+                adopted.append(comm)
+
+    for widget in widgets:
+        widget.observe(adopt, "children")
+        adopt(SimpleNamespace(owner=widget))
     try:
         yield
     finally:
-        for comm in changed:
+        for widget in widgets:
+            widget.unobserve(adopt, "children")
+        for comm in adopted:
             vars(comm).pop("_reply_subshell_for", None)
 
 

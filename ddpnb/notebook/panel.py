@@ -395,11 +395,9 @@ class _Form:
         self._line = widgets.HTML()
         self._meaning = widgets.HTML(layout={"flex": "1 1 240px"})
         self._trouble = widgets.HTML()
-        self._start = widgets.Button(description="Start", button_style="primary", tooltip="launch what the line says")
-        self._resume = widgets.Button(
-            description="Resume", tooltip="go on from the newest checkpoint in the run folder"
-        )
-        self._reset = widgets.Button(description="Reset", tooltip="all controls back to where they began")
+        self._start = _button("Start", "launch what the line says", button_style="primary")
+        self._resume = _button("Resume", "go on from the newest checkpoint in the run folder")
+        self._reset = _button("Reset", "all controls back to where they began")
         self._start.on_click(lambda _: panel._press(resume=False))
         self._resume.on_click(lambda _: panel._press(resume=True))
         self._reset.on_click(lambda _: painter.call(panel.reset))

@@ -588,6 +588,33 @@ def test_resume_is_offered_where_the_run_folder_has_a_checkpoint(kernel: Kernel,
     assert expected == reply.text
 
 
+def test_a_control_whose_value_the_run_reads_changes_it_at_once(kernel: Kernel) -> None:
+    reply = kernel.run("""
+        def read(lr=0.1, epochs=3):
+            while not ddpnb.should_stop():
+                ddpnb.log(loss=ddpnb.setting("lr", lr))
+                time.sleep(0.01)
+            return ddpnb.setting("lr", lr), epochs
+
+        panel = ddpnb.Panel(read, lr=(1e-3, 1.0), nproc_per_node=2)
+        run = panel.start()
+        while "lr" not in run.state.offered:
+            time.sleep(0.01)
+        settled(panel)
+        print(panel._hint())
+        panel.controls["lr"].value = 0.5
+        panel.controls["epochs"].value = 9
+        while not run.state.applied:
+            time.sleep(0.01)
+        run.stop()
+        print(run.results())
+        print(panel._hint())
+    """)
+
+    expected = "lr: a change counts at once; all else for the next start\n{0: (0.5, 3), 1: (0.5, 3)}\n"
+    assert expected == reply.text + "\n"
+
+
 def test_two_panels_and_three_runs_go_on_at_once(kernel: Kernel) -> None:
     reply = kernel.run("""
         panels = [ddpnb.Panel(train, nproc_per_node=1, steps=99, lr=each) for each in (0.1, 0.2)]

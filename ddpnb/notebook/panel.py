@@ -318,11 +318,10 @@ class Panel(widgets.VBox):
         run, name = self._run, control.name
         if run is None or run.done() or name not in self._live() or control.error:
             return
-        if control.value != run.state.offered[name].value:
-            try:
-                run.set(**{name: control.value})
-            except (RuntimeError, TypeError, ValueError) as error:
-                self._trouble = f"{name}: {error}"
+        try:
+            run.set(**{name: control.value})
+        except (RuntimeError, TypeError, ValueError) as error:  # it ends just now, or the value is no setting
+            self._trouble = f"{name}: {error}"
 
     def _live(self) -> list[str]:
         """Controls whose value the run reads while it goes on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+import ipykernel
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
@@ -164,6 +165,7 @@ def test_a_reloaded_page_has_the_panel_alive_and_one_without_kernel_has_the_figu
     assert json.dumps(saved).count("image/png") >= 1
 
 
+@pytest.mark.skipif(ipykernel.version_info < (7,), reason="ipykernel hears clicks after the cell")
 def test_a_button_answers_while_a_cell_waits_for_the_run(lab: Lab) -> None:
     page = open_panel(lab, "waiting.ipynb", "print('was at', panel.start().result())")
     slider(page, "epochs").press("ArrowRight")

@@ -8,11 +8,9 @@ Runs in: kernel
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
@@ -140,7 +138,6 @@ class Panel(widgets.VBox):
         for control in self._all_controls():
             control.observe(self._changed)
         self._refresh()
-        _open_panels.add(self)
 
     # ---- what is chosen
 
@@ -540,16 +537,3 @@ def _name(function: Callable[..., Any]) -> str:
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-# ---- the end
-
-
-_open_panels: weakref.WeakSet[Panel] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """A page that is open when the kernel ends drops the widgets, instead of keeping dead ones."""
-    for panel in list(_open_panels):
-        panel.close()

@@ -408,7 +408,7 @@ def test_what_is_typed_wrong_is_said_beside_it_and_nothing_can_be_started() -> N
 
     control.widget.value = "<img src=x>"
 
-    wait_until(lambda: panel._form._start.disabled, what="the button's end")
+    wait_until(lambda: panel._form.start.disabled, what="the button's end")
     assert "&#x27;&lt;img src=x&gt;&#x27; is not a number" in control.note.value
     with pytest.raises(ValueError, match="lr: '<img src=x>' is not a number"):
         panel.start()
@@ -416,7 +416,7 @@ def test_what_is_typed_wrong_is_said_beside_it_and_nothing_can_be_started() -> N
 
     panel.reset()
 
-    wait_until(lambda: not panel._form._start.disabled, what="the button's return")
+    wait_until(lambda: not panel._form.start.disabled, what="the button's return")
     assert 0.1 == control.value
 
 
@@ -501,12 +501,12 @@ def test_ten_clicks_launch_one_run(kernel: Kernel) -> None:
         runs.on_launch.append(lambda run, view: launched.append(run))
         panel = ddpnb.Panel(train, nproc_per_node=1, steps=99)
         for _ in range(10):
-            panel._form._start.click()
+            panel._form.start.click()
         while panel.run is None or panel._is_launching:
             time.sleep(0.01)
-        panel._form._start.click()
+        panel._form.start.click()
         settled(panel)
-        print(len(launched), panel._form._start.disabled)
+        print(len(launched), panel._form.start.disabled)
         try:
             panel.start()
         except RuntimeError as error:
@@ -516,7 +516,7 @@ def test_ten_clicks_launch_one_run(kernel: Kernel) -> None:
         panel.run.stop()
         print(panel.run.result())
         settled(panel)
-        print(panel._form._start.disabled)
+        print(panel._form.start.disabled)
         del runs.on_launch[-1]
     """)
 
@@ -529,11 +529,11 @@ def test_what_a_launch_refuses_is_shown_in_the_panel_escaped(kernel: Kernel) -> 
         panel = ddpnb.Panel(lambda lr=0.1, lock=ddpnb.__loader__: time.sleep(unpicklable is None), nproc_per_node=1)
         import threading
         unpicklable = threading.Lock()
-        panel._form._start.click()
+        panel._form.start.click()
         while not panel._trouble:
             time.sleep(0.01)
         settled(panel)
-        print(panel._form._trouble.value.partition(":")[0], panel.run, panel._form._start.disabled)
+        print(panel._form._trouble.value.partition(":")[0], panel.run, panel._form.start.disabled)
     """)
 
     assert '<pre class="bad" role="alert">UnpicklableError None False' == reply.text
@@ -568,16 +568,16 @@ def test_resume_is_offered_where_the_run_folder_has_a_checkpoint(kernel: Kernel,
 
         panel = ddpnb.Panel(learn, run_dir={str(tmp_path)!r}, nproc_per_node=1)
         settled(panel)
-        print(panel._form._resume.description, panel._form._resume.disabled)
+        print(panel._form.resume.description, panel._form.resume.disabled)
         print(panel.start().result())
         settled(panel)
-        print(panel._form._resume.description, panel._form._resume.disabled)
+        print(panel._form.resume.description, panel._form.resume.disabled)
         panel.controls["epochs"].value = 2
         run = panel.resume()
         print(run.result(), run.state.resumed.step, "resume=" in panel.code)
         panel.options["run_dir"].value = ""
         settled(panel)
-        print(panel._form._resume.description, panel._form._resume.disabled)
+        print(panel._form.resume.description, panel._form.resume.disabled)
         try:
             panel.resume()
         except ValueError as error:

@@ -21,23 +21,25 @@ def answering(*widgets: Any) -> Iterator[None]:
 
     Source: ipykernel 7.4, comm/comm.py, `BaseComm._reply_subshell_for`, and kernelbase.py, `shell_channel_thread_main`.
     """
-    adopted: list[Any] = []
+    boxes, comms = [], []
 
     def adopt(change: Any) -> None:
-        for comm in (each.comm for each in tree(change.owner)):
-            if hasattr(comm, "_reply_subshell_for") and "_reply_subshell_for" not in vars(comm):
-                comm._reply_subshell_for = _as_asked
-                adopted.append(comm)
+        for each in tree(change.owner):
+            if hasattr(each, "children") and each not in boxes:
+                each.observe(adopt, "children")
+                boxes.append(each)
+            if hasattr(each.comm, "_reply_subshell_for") and "_reply_subshell_for" not in vars(each.comm):
+                each.comm._reply_subshell_for = _as_asked
+                comms.append(each.comm)
 
     for widget in widgets:
-        widget.observe(adopt, "children")
         adopt(SimpleNamespace(owner=widget))
     try:
         yield
     finally:
-        for widget in widgets:
-            widget.unobserve(adopt, "children")
-        for comm in adopted:
+        for box in boxes:
+            box.unobserve(adopt, "children")
+        for comm in comms:
             vars(comm).pop("_reply_subshell_for", None)
 
 

@@ -100,7 +100,8 @@ class Control:
             self.note.layout.display = None if error else "none"
 
     def box(self) -> Any:
-        """The widget and what is said beside it."""
+        """The widget, as wide as there is room, and what is said below it."""
+        self.widget.layout.width = "auto"
         return self.widget if self.note is None else widgets.VBox([self.widget, self.note])
 
 

@@ -27,6 +27,7 @@ class Final:
         lens: Asked at the end how the figure is to be drawn.
         text: Of an output that is there already; None: the run's own line.
         display_id: Of an output that is there already; None: `show` makes one.
+        has_widget: Whether a page shows the run in a widget.
     """
 
     def __init__(
@@ -36,12 +37,13 @@ class Final:
         *,
         text: str | None = None,
         display_id: str | None = None,
+        has_widget: bool = False,
     ) -> None:
         self._run = run
         self._lens = lens
         self._text = text or draw.label(run.name, run.world_size)
         self._display_id = display_id or uuid4().hex
-        self._has_widget = False
+        self._has_widget = has_widget
         self._lock = threading.Lock()  # of the next: the cell that waits and the painter may come together
         self._is_published = False
 

@@ -8,7 +8,6 @@ Runs in: kernel
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -24,10 +23,6 @@ from .terminal import attach_terminal, print_card
 if TYPE_CHECKING:
     from .looking import Eyes
     from .steering import Hands
-
-
-_FURNISHING = 2.0
-"""Seconds that a card may take for its widgets; it takes a few hundredths."""
 
 
 def attach(run: Steerable, view: bool | None) -> None:
@@ -76,7 +71,6 @@ class Card:
         self._live = HTML(draw.card(run.state, time.monotonic()), _dom_classes=["ddpnb-live"])
         self.widget = VBox([style, self._live], _dom_classes=self._signs())
         """What is shown."""
-        self._is_furnished = threading.Event()
         # What can be clicked takes some thirty messages to make, for which no launch should wait.
         painter.call(self._furnish)
 
@@ -100,7 +94,6 @@ class Card:
 
     def answering(self) -> AbstractContextManager[None]:
         """Keep the buttons alive in a cell that waits, where ipykernel can do so."""
-        self._is_furnished.wait(_FURNISHING)
         return answering(self.widget)
 
     def _furnish(self) -> None:
@@ -111,7 +104,6 @@ class Card:
         self._eyes = Eyes(self.draw, self.run.state)
         self._hands = Hands(self.run, self._eyes.say, self._eyes.show_stacks)
         self.widget.children = (*self.widget.children, *self._eyes.widgets, *self._hands.widgets)
-        self._is_furnished.set()
 
     def _signs(self) -> tuple[str, ...]:
         """The classes that tell the style which of the widgets are to be seen."""

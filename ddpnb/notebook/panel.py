@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
-from html import escape
 from typing import Any, get_args
 from uuid import uuid4
 
@@ -22,12 +21,14 @@ import ipywidgets as widgets
 
 from .. import candidates, checkpoints, folder
 from ..draw import words
-from ..plan import BACKENDS, Options, Plan, StartMethod, make_plan, num_cores, num_gpus
+from ..draw.lens import PLAIN
+from ..plan import BACKENDS, Options, Plan, StartMethod, check_call, make_plan, num_cores, num_gpus
 from ..run import Launcher, Run
 from . import choices, code
 from .comms import answering, tree
 from .controls import Control
 from .final import Final
+from .form import Form
 from .frontend import in_notebook_kernel, is_frontend_there
 from .live import Card
 from .painter import Watched, painter
@@ -50,27 +51,6 @@ _WORDS = {
     "start_method": ("start method", "how processes are made; auto: forkserver on Linux, spawn elsewhere"),
     "run_dir": ("run folder", "where each run keeps checkpoints, curves and output; empty: nothing is written"),
 }  # {option: what the page calls it, what it means}
-
-_STYLE = """<style>
-.ddpnb-panel{box-sizing:border-box;max-width:780px;margin:4px 0;padding:8px 14px 12px;overflow:visible;
-border:1px solid var(--jp-border-color2,rgba(128,128,128,.3));border-radius:6px;
-background:var(--jp-layout-color1,transparent)}
-.ddpnb-panel .widget-html-content{line-height:1.5;font-size:13px}
-.ddpnb-panel .bad{color:var(--jp-error-color1,#d32f2f)}
-.ddpnb-panel .soft{color:var(--jp-ui-font-color2,inherit);overflow-wrap:anywhere}
-.ddpnb-panel .line{display:block;margin:2px 0;padding:6px 10px;border-radius:4px;background:rgba(128,128,128,.13);
-color:var(--jp-ui-font-color0,inherit);font:12px/1.5 var(--jp-code-font-family,monospace);
-white-space:pre-wrap;overflow-wrap:anywhere;user-select:all;cursor:text}
-.ddpnb-panel pre.bad{margin:4px 0;padding:7px 10px;border:1px solid;border-radius:4px;max-height:240px;overflow:auto;
-font:12px/1.45 var(--jp-code-font-family,monospace);white-space:pre-wrap}
-.ddpnb-panel button.jupyter-button{border-radius:4px}
-.ddpnb-panel .lm-AccordionPanel,.ddpnb-panel .jupyter-widget-Collapse,
-.ddpnb-panel .jupyter-widget-Collapse-header,.ddpnb-panel .jupyter-widget-Collapse-contents{
-border:0;background:none;padding:0}
-.ddpnb-panel .jupyter-widget-Collapse-header{color:var(--jp-ui-font-color2,inherit);font-weight:400}
-.jp-OutputArea-child:has(.ddpnb-panel)+.jp-OutputArea-child{display:none}
-</style>"""
-# The last rule takes away the figure while there is a living panel, which has it in its card.
 
 _FOR_A_SAVED_PAGE = """<style>
 .jp-OutputArea-child:has(+*+* .ddpnb-saved)>.jupyter-widgets:not(:has(*)),
@@ -124,7 +104,6 @@ class Panel(widgets.VBox):
         self._lock = threading.Lock()  # of the two below
         self._run: Run | None = None
         self._is_launching = False
-        self._launched: dict[str, Any] = {}  # the arguments of the last launch
         self._trouble = ""  # why the last launch came to nothing
         self._seen: tuple[object, ...] = ()  # what of the run is shown
         self._folder_seen: tuple[object, ...] | None = None
@@ -133,8 +112,16 @@ class Panel(widgets.VBox):
         self._display_id = uuid4().hex
         self._has_page = is_frontend_there()
 
-        self._form = _Form(self)
+        self._form = Form(
+            self.controls,
+            self.options,
+            start=partial(self._press, resume=False),
+            resume=partial(self._press, resume=True),
+            reset=partial(painter.call, self.reset),
+        )
         super().__init__([self._form.widget])  # type: ignore[no-untyped-call]
+        args, kwargs = self._arguments()
+        check_call(function, tuple(args.values()), kwargs)
         for control in self._all_controls():
             control.observe(self._changed)
         self._refresh()
@@ -257,7 +244,7 @@ class Panel(widgets.VBox):
         try:
             args, kwargs = self._arguments()
             run = self._launcher(resume=resume)(self._function, *args.values(), **kwargs)
-            self._run, self._launched = run, {**args, **kwargs}
+            self._run = run
             self._attach(run)
         except BaseException as error:
             self._trouble = f"{type(error).__name__}: {error}"
@@ -279,14 +266,18 @@ class Panel(widgets.VBox):
         return args, values
 
     def _attach(self, run: Run) -> None:
-        final = Final(run, text=self._figure_text(), display_id=self._display_id)
-        final.await_end()
-        if self._has_page:
-            card = Card(run)
+        card = Card(run) if self._has_page else None
+        Final(
+            run,
+            lambda: card.aspect.lens if card else PLAIN,
+            text=self._figure_text(),
+            display_id=self._display_id,
+            has_widget=self._has_page,
+        ).await_end()
+        if card is not None:
             painter.call(partial(self._put, card))
             painter.add(card)
-            run.around_waits.append(partial(answering, self._form.widget, card.widget))
-            run.add_done_callback(lambda _: painter.call(partial(final.publish, run)))
+            run.around_waits += [card.answering, partial(answering, self._form.widget)]
         run.watchers.append(self._heard)
 
     def _put(self, card: Card) -> None:
@@ -372,78 +363,16 @@ class Panel(widgets.VBox):
         seen = (text, self._run, self._run is not None and self._run.done())
         if seen != self._folder_seen:
             self._folder_seen = seen
-            found = candidates.newest(folder.absolute(text)) if text else None
-            self._resumable = checkpoints.step_of(found) if found else None
+            self._resumable = _newest_step(text) if text else None
         return self._resumable
 
 
-class _Form:
-    """The panel's own widgets: controls, the line of code, buttons."""
-
-    def __init__(self, panel: Panel) -> None:
-        self._controls = list(panel._all_controls())
-        folded = [panel.options[name] for name in ("backend", "start_method", "run_dir")]
-        if "strategy" in panel.controls:
-            folded.insert(0, panel.controls["strategy"])
-        shown = [control for control in self._controls if control not in folded]
-        kept = {name: control.choice for name, control in panel.controls.items() if control.widget is None}
-        more = widgets.Accordion([_grid(folded)], titles=("More options",), selected_index=None)
-        self._line = widgets.HTML()
-        self._meaning = widgets.HTML(layout={"flex": "1 1 240px"})
-        self._trouble = widgets.HTML()
-        self._start = _button("Start", "launch what the line says", button_style="primary")
-        self._resume = _button("Resume", "go on from the newest checkpoint in the run folder")
-        self._reset = _button("Reset", "all controls back to where they began")
-        self._start.on_click(lambda _: panel._press(resume=False))
-        self._resume.on_click(lambda _: panel._press(resume=True))
-        self._reset.on_click(lambda _: painter.call(panel.reset))
-        buttons = widgets.HBox(
-            [self._meaning, self._reset, self._resume, self._start],
-            layout={"flex_flow": "row wrap", "align_items": "center"},
-        )
-        rows = [widgets.HTML(_STYLE), _grid(shown), *_kept_words(kept), more, self._line, buttons, self._trouble]
-        self.widget = widgets.VBox(rows)
-        self.widget.add_class("ddpnb-panel")
-
-    def show(
-        self, *, code: str | None, meaning: str, hint: str, trouble: str, is_busy: bool, resumable: int | None
-    ) -> None:
-        """Write what is known; what has not changed is not sent."""
-        for control in self._controls:
-            control.show_error()
-        self._line.value = f'<code class="line" tabindex="0" aria-label="the same in code">{escape(code or "…")}</code>'
-        said = [f'<span class="{"soft" if code else "bad"}">{escape(meaning)}</span>']
-        said += [f'<span class="soft">{escape(hint)}</span>'] if hint else []
-        self._meaning.value = f'<div role="status">{"<br>".join(said)}</div>'
-        self._trouble.value = f'<pre class="bad" role="alert">{escape(trouble)}</pre>' if trouble else ""
-        self._start.disabled = is_busy or code is None
-        self._resume.disabled = is_busy or code is None or resumable is None
-        self._resume.description = "Resume" if resumable is None else f"Resume step {resumable:,}"
-
-
-def _button(words: str, meaning: str, **options: Any) -> Any:
-    return widgets.Button(
-        description=words, tooltip=meaning, layout={"width": "max-content", "min_width": "84px"}, **options
-    )
-
-
-def _grid(controls: list[Control]) -> Any:
-    boxes = [control.box() for control in controls if control.widget is not None]
-    for control in controls:
-        if control.widget is not None:
-            control.widget.layout.width = "auto"
-    layout = {"grid_template_columns": "repeat(auto-fit, minmax(290px, 1fr))", "grid_gap": "0 24px"}
-    return widgets.GridBox(boxes, layout=layout)
-
-
-def _kept_words(kept: Mapping[str, choices.Choice]) -> list[Any]:
-    """What is not to be chosen, named."""
-    if not kept:
-        return []
-    named = [
-        f"{name} ({type(choice.value).__name__})" for name, choice in kept.items() if isinstance(choice, choices.Kept)
-    ]
-    return [widgets.HTML(f'<span class="soft">without a control: {escape(", ".join(named))}</span>')]
+def _newest_step(run_dir: str) -> int | None:
+    try:
+        found = candidates.newest(folder.absolute(run_dir))
+    except (OSError, ValueError):  # it goes away just now, or is no path
+        return None
+    return None if found is None else checkpoints.step_of(found)
 
 
 def _in_words(plan: Plan, values: Mapping[str, Any]) -> Iterator[str]:

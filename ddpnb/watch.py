@@ -25,6 +25,8 @@ HANG_AFTER = 10.0
 
 _USUAL = 5
 """Of its usual intervals a rank may be silent, where that is longer."""
+_ONCE = 2
+"""Times the longest silence that ended by itself, where that is longer: an evaluation without signs comes again."""
 _IDLE = 3
 """Times `hang_after` that all ranks may wait without computing, where none gives signs of life."""
 _IDLE_SHARE = 0.02
@@ -49,6 +51,8 @@ class _Pulse:
     """What was counted then."""
     intervals: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST))
     """Seconds between looks that saw a sign: as long as a step, or as a look's interval."""
+    longest: float = 0.0
+    """Seconds of the longest silence that ended by itself: it was slow, and may be so again."""
     used: float | None = None
     """Seconds of processor time it had used when that was last looked at; None before."""
     looked: float = 0.0
@@ -59,9 +63,12 @@ class _Pulse:
     def gives_signs(self) -> bool:
         return sum(self.signs) >= _FEW
 
-    def beat(self, signs: tuple[int, ...], now: float) -> None:
+    def beat(self, signs: tuple[int, ...], now: float, was_halted: bool) -> None:
+        silence = now - self.since
         if sum(self.signs):
-            self.intervals.append(now - self.since)
+            self.intervals.append(silence)
+        if self.gives_signs and not was_halted:
+            self.longest = max(self.longest, silence)
         self.signs, self.since = signs, now
 
     def look_at_use(self, pid: int, now: float) -> None:
@@ -149,7 +156,7 @@ class Watch:
         signs = self._signs(state, rank, local_rank)
         is_alive = signs != pulse.signs
         if is_alive:
-            pulse.beat(signs, now)
+            pulse.beat(signs, now, rank.halted)
         elif not _makes_steps(rank, pulse) and now - pulse.looked >= self._limit:
             pulse.look_at_use(rank.pid, now)
         is_halted = not is_alive and process.is_halted(rank.pid)
@@ -178,7 +185,7 @@ class Watch:
 
     def _patience_with(self, pulse: _Pulse) -> float:
         usual = median(pulse.intervals) if pulse.intervals else 0.0
-        return max(self._limit, _USUAL * usual) * self._patience
+        return max(self._limit, _USUAL * usual, _ONCE * pulse.longest) * self._patience
 
     def _report(self, silence: float, now: float, has_answered: bool) -> None:
         """Ask all ranks where they stand; say that they hang once they have answered, or had the time to."""

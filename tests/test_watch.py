@@ -104,6 +104,15 @@ def test_whoever_keeps_waiting_is_told_again_after_twice_the_time(run: Watched) 
     assert [("Hung", 21.0), ("Woke", 30.0), ("Hung", 52.0)] == run.hangs
 
 
+def test_a_silence_that_ended_by_itself_is_not_told_of_again(run: Watched) -> None:
+    for begin in (0, 30, 60):
+        run.look(seconds(begin, begin + 10), stepping=(0, 1))
+        run.look(seconds(begin + 10, begin + 30))
+    run.look([90.0], stepping=(0, 1))
+
+    assert [("Hung", 21.0), ("Woke", 30.0)] == run.hangs
+
+
 def test_a_pause_is_no_silence_and_neither_is_the_way_to_it(run: Watched) -> None:
     run.look(seconds(0, 10), stepping=(0, 1))
     run.say(Steered(time=10.0, how="pause"))

@@ -468,12 +468,13 @@ def test_a_plateau_scheduler_used_by_hand_goes_on_from_the_rate_that_was_set() -
 
 
 def test_a_rate_in_a_tensor_is_changed_in_place() -> None:
-    optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=torch.tensor(0.1), capturable=True)
+    groups = [{"params": [torch.zeros(1, requires_grad=True)]} for _ in range(2)]
+    optimizer = torch.optim.Adam(groups, lr=torch.tensor(0.1), capturable=True)
     rate = optimizer.param_groups[0]["lr"]
     change(optimizer, schedules.StepLR(optimizer, 5), "lr", 0.05)
 
     assert rate is optimizer.param_groups[0]["lr"]
-    assert 0.05 == pytest.approx(rate.item())
+    assert [0.05, 0.05] == [pytest.approx(group["lr"].item()) for group in optimizer.param_groups]
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, True, "a"])

@@ -76,8 +76,9 @@ def change(optimizer: Optimizer, scheduler: Any, name: str, value: Setting) -> N
     if name == "lr" and scheduler is not None and not (before and value):
         raise ValueError("a scheduler's rates are scaled along, which no factor from or to 0 does")
     factor = value / before if before else 1.0
-    for group in groups:
-        _put(group, name, value if group[name] == before else group[name] * factor)
+    values = [value if group[name] == before else float(group[name]) * factor for group in groups]
+    for group, each in zip(groups, values, strict=True):  # several may have the same tensor
+        _put(group, name, each)
     if name == "lr" and scheduler is not None:
         _scale_schedule(groups, scheduler, factor)
 

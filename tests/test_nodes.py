@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 import ddpnb
+from ddpnb.autopsy import headline
 from ddpnb.messages import Lost, Met
 from ddpnb.names import name_of
-from ddpnb.report import headline
 from ddpnb.state import fold, new_state
 
 from .conftest import DEADLINE, wait_until

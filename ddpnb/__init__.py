@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .errors import WorkerError as WorkerError
     from .notebook.live import show as show
     from .notebook.panel import Panel as Panel
+    from .roster import runs as runs
     from .run import Launcher as Launcher
     from .run import Run as Run
     from .run import launch as launch
@@ -77,6 +78,7 @@ _HOMES = {
     "errors": ("CheckpointError", "LaunchError", "RunKilled", "RunStopped", "UnpicklableError", "WorkerError"),
     "notebook.live": ("show",),
     "notebook.panel": ("Panel",),
+    "roster": ("runs",),
     "run": ("Launcher", "Run", "launch", "open_run"),
     "server": ("prestart",),
     "train.accumulation": ("accumulate",),

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields, replace
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from . import candidates, folder, inplace, payload, recording, report, settings
-from .draw import summary, text, words
+from .draw import Lens, summary, text, words
 from .errors import LaunchError, RunKilled, RunStopped, WorkerError, worker_error
 from .folder import Folder
 from .history import History
@@ -184,6 +185,7 @@ class Launcher(Options):
         except BaseException:
             run.kill()  # an interrupt that comes right here leaves nobody who could
             raise
+        _newest.append(run)
         return run
 
     def _make_folder(
@@ -224,12 +226,20 @@ class Launcher(Options):
             for attach in on_launch:
                 attach(run, self.view if rank == 0 else False)  # one text for all ranks' terminal
             until_started.pop_all()
+        _newest.append(run)
         run._call_in_place(plan, place, function, args, kwargs, home)
         return run
 
 
 _of_this_kernel: weakref.WeakSet[Run] = weakref.WeakSet()
 """Runs that have workers of this kernel's."""
+_newest: deque[Run] = deque(maxlen=10)
+"""The last runs of this kernel, kept though their names may be gone: each holds its curves and output."""
+
+
+def runs_of_this_kernel() -> list[Run]:
+    """In the order of their launch; of those that have ended and nobody holds, the newest alone."""
+    return sorted({*_of_this_kernel, *_newest}, key=lambda run: run.state.started)
 
 
 def _await_stopping(run_dir: Path) -> None:
@@ -261,6 +271,9 @@ class Run:
         """Called after the end in the thread of whoever waits: a cell's last words come from the cell itself."""
         self.around_waits: list[Callable[[], AbstractContextManager[object]]] = []
         """Entered by whoever waits: a view's buttons are kept alive while a cell does nothing else."""
+
+        self.is_shown_here: Callable[[], bool] = lambda: False
+        """Whether a view stands in the cell that runs now: the run need not show itself there once more."""
 
     # ---- what is known
 
@@ -357,11 +370,29 @@ class Run:
         """All logged points as a DataFrame: columns name, rank, step, value, seconds. Needs pandas."""
         return self.history.to_pandas()
 
-    def plot(self) -> Figure:
-        """The curves as a matplotlib figure."""
+    def plot(
+        self, name: str | None = None, *, log: bool = False, by_time: bool = False, smoothing: float = 0
+    ) -> Figure:
+        """The curves as a matplotlib figure.
+
+        Args:
+            name: what is drawn large. None: the loss, else what was logged first. What measures the same on other data
+                ("loss", "val_loss") is drawn beside it.
+            log: draw logarithms.
+            by_time: along seconds, not steps.
+            smoothing: 0 … 0.999, how much of itself a running mean keeps from one stroke to the next.
+
+        Raises:
+            KeyError: nothing was logged under `name`.
+            ValueError: `smoothing` is not below 1.
+        """
         from .draw.figure import figure  # matplotlib takes half a second to import
 
-        return figure(self._state)
+        if name is not None:
+            self.history.steps(name)  # whose KeyError says what was logged
+        if not 0 <= smoothing < 1:
+            raise ValueError(f"smoothing={smoothing}: 0 for none, and less than 1")
+        return figure(self._state, lens=Lens(name, log, by_time, smoothing))
 
     # ---- waiting
 
@@ -528,6 +559,11 @@ class Run:
 
     def __repr__(self) -> str:
         return text.label(self.name, self.world_size)
+
+    def _ipython_display_(self) -> None:
+        """Nothing, as the value of the cell that launched it."""
+        if not self.is_shown_here():
+            raise NotImplementedError  # IPython takes `_repr_mimebundle_` then
 
     def _repr_mimebundle_(self, **_: object) -> tuple[dict[str, Any], dict[str, Any]]:
         """One stable line; once the run has ended its figure too."""

@@ -35,6 +35,7 @@ class PlayedRun:
         self.watchers: list[Callable[[Any], None]] = []
         self.finishers: list[Callable[[Any], None]] = []
         self.around_waits: list[Callable[[], Any]] = []
+        self.is_shown_here: Callable[[], bool] = lambda: False
         self.asked: list[Any] = []
         self.state: RunState = folded(num_ranks, name=name)
 

@@ -1,4 +1,4 @@
-"""A failed run as HTML: within its card, and as the page that takes the card's place.
+"""A run that has failed, or hangs, as HTML: within its card, and as the page that takes the card's place.
 
 Runs in: kernel
 """
@@ -9,10 +9,16 @@ from base64 import b64encode
 from collections.abc import Iterable
 from html import escape
 
+from ..autopsy import autopsy
+from ..report import hang
 from ..state import RunState
 from . import summary
+from .aspect import Aspect
 from .curves import main_name
-from .words import number
+from .words import count, cut, number
+
+_LENGTH = 20_000
+"""Characters shown of a traceback; `run.result()` raises all of it."""
 
 
 def has_failed(state: RunState) -> bool:
@@ -20,11 +26,38 @@ def has_failed(state: RunState) -> bool:
     return state.first_failure is not None or state.problem is not None
 
 
-def autopsy(state: RunState) -> Iterable[str]:
-    """The report; nothing where nothing failed."""
-    text = summary.failure(state)
-    if text:
-        yield f'<pre class="bad">{escape(text)}</pre>'
+def failure(state: RunState) -> Iterable[str]:
+    """What failed, where, why, and what helps; the traceback in full, what the others did folded.
+
+    Nothing where nothing failed.
+    """
+    if not has_failed(state):
+        return
+    found = autopsy(state)
+    yield f'<div class="failure" role="alert"><div class="bad-word"><b>{escape(cut(found.headline, 2000))}</b></div>'
+    if found.place and found.source:
+        yield f"<pre>{escape(found.place)}: <b>{escape(found.source)}</b></pre>"
+    if found.cure:
+        yield f"<div>Likely cause: {escape(found.cure.cause)}</div><div>What helps: {escape(found.cure.cure)}</div>"
+    if found.values:
+        yield f'<div class="soft">Last values: {escape("; ".join(found.values))}</div>'
+    if found.details:
+        yield "<details open=><summary>Traceback</summary><pre>{escape(cut(found.details, _LENGTH))}</pre></details>"
+    if found.others:
+        lines = escape(cut("\n".join(found.others), _LENGTH))
+        yield f"<details><summary>What the others did ({count(len(found.others), 'line')})</summary>"
+        yield f"<pre>{lines}</pre></details>"
+    yield "</div>"
+
+
+def hanging(state: RunState, aspect: Aspect) -> Iterable[str]:
+    """Who is waited for and where each rank stands, while a run hangs; beside it are buttons."""
+    if state.hung is not None and state.ended is None:
+        first, _, rest = hang(state).partition("\n")
+        yield f'<div class="hung" role="alert"><b>{escape(first)}</b><pre>{escape(rest.strip())}</pre>'
+        if aspect.stacks:
+            yield "<details open=><summary>Stacks</summary><pre>{escape(cut(aspect.stacks, _LENGTH))}</pre></details>"
+        yield "</div>"
 
 
 def last_page(state: RunState, picture: bytes) -> str:
@@ -37,4 +70,4 @@ def last_page(state: RunState, picture: bytes) -> str:
     image = (
         f'<img alt="{escape(words)}" width="760" src="{source}"/>' if state.history else f"<div>{escape(words)}</div>"
     )
-    return f"{image}<pre>{escape(summary.failure(state) or '')}</pre>"
+    return image + "".join(failure(state))

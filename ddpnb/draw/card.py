@@ -14,7 +14,7 @@ from html import escape
 from ..state import RunState
 from . import summary
 from .aspect import AT_FIRST, Aspect
-from .autopsy import autopsy
+from .autopsy import failure, hanging
 from .curves import chosen_name, curve
 from .output import last_lines, output_tab
 from .ranks import ranks_below, ranks_tab
@@ -48,10 +48,11 @@ def card(state: RunState, now: float, aspect: Aspect = AT_FIRST) -> str:
         aspect: What its reader has chosen to see.
     """
     tab = "".join(_tab(state, now, aspect))
-    foot = "".join([*_said(aspect), *_kept(state), *_notes(state), *autopsy(state)])
+    foot = "".join([*_said(aspect), *_kept(state), *_notes(state), *failure(state)])
     return "".join(
         [
             *_head(state, now),
+            *hanging(state, aspect),
             f'<div class="body" role="tabpanel" aria-label="{aspect.tab}">{tab}</div>',
             f'<div class="foot">{foot}</div>',
         ]

@@ -9,11 +9,13 @@ Runs in: kernel
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from .. import draw
 from ..draw.aspect import AT_FIRST, Aspect
+from ..world import ipython_kernel
 from .comms import answering
 from .final import Final
 from .frontend import in_notebook_kernel, is_frontend_there
@@ -41,6 +43,7 @@ def attach(run: Steerable, view: bool | None) -> None:
         _show_live(run)
     else:
         Final(run).show()
+    run.is_shown_here = _same_cell()
 
 
 def show(run: Steerable) -> None:
@@ -110,6 +113,13 @@ class Card:
         state = self.run.state
         signs = {"is-live": state.ended is None, "is-hung": state.hung is not None}
         return ("ddpnb", f"on-{self.aspect.tab}", *(sign for sign, holds in signs.items() if holds))
+
+
+def _same_cell() -> Callable[[], bool]:
+    """Whether the cell that runs when it is called is the one that runs now."""
+    kernel = ipython_kernel()
+    here = getattr(kernel, "execution_count", None)
+    return lambda: here is not None and getattr(kernel, "execution_count", None) == here
 
 
 def _show_live(run: Steerable) -> None:

@@ -60,6 +60,8 @@ class Steerable(Watched, Protocol):
 
     around_waits: list[Callable[[], AbstractContextManager[object]]]
     """Entered by each cell that waits for the run."""
+    is_shown_here: Callable[[], bool]
+    """Whether a view stands in the cell that runs now."""
 
     def pause(self) -> None:
         """Stand still between two steps."""

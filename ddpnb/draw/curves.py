@@ -357,7 +357,7 @@ def _line(rank: int, series: Series, limit: int, lens: Lens, origin: float | Non
             parts.append([])
     newest = series.last
     whole = tuple(tuple(part) for part in parts if part)
-    means = [[(stroke.place, stroke.mean) for stroke in part] for part in whole]
+    means = ([(stroke.place, stroke.mean) for stroke in part] for part in whole)
     return Line(
         rank,
         whole,

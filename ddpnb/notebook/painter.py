@@ -23,8 +23,8 @@ INTERVAL = 0.5
 TICK = 1.0
 """Seconds after which a view is drawn again though nothing was said: time goes on."""
 
-COST_FACTOR = 250
-"""A view rests this many times as long as it took to draw, so that it stays below 0.4 % of a core …"""
+COST_FACTOR = 100
+"""A view rests this many times as long as it took to draw, so that it stays below 1 % of a core …"""
 
 LONGEST_REST = 1.0
 """… but not longer than this, unless it is so large that it would take more than a twentieth."""

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 STEP = 0.005
 """Seconds of the step that all costs are compared with."""
 
-_RUNNING = "while not all(rank.phase == 'running' for rank in run.state.ranks): time.sleep(0.005)\n"
+RUNNING = "while not all(rank.phase == 'running' for rank in run.state.ranks): time.sleep(0.005)\n"
 
 # Counts what the kernel takes in, and how long it draws; from outside, so that any form of the view will do.
-_COUNTING = """
+COUNTING = """
 import ddpnb.channel, ddpnb.notebook.live
 taken = {"messages": 0, "bytes": 0}
 drawn = []
@@ -191,14 +191,14 @@ def costs(report: Report, options: Namespace) -> None:
     """(a) The cost of one log(), and of the kernel beside a training loop with the live view."""
     report.section("(a) cost of one log(), and of the kernel beside it")
     seconds = 4 if options.quick else 15
-    with BenchKernel(make_step, time_logs, train_on, prepare=f"%load_ext ddpnb\n{_COUNTING}") as kernel:
+    with BenchKernel(make_step, time_logs, train_on, prepare=f"%load_ext ddpnb\n{COUNTING}") as kernel:
         idle = watch(kernel, seconds / 3)
         rounds = 100 if options.quick else 600
         ranks = kernel.ask(
             f"run = ddpnb.launch(time_logs, {rounds}, nproc_per_node=2, view=True)\n"
             "print(json.dumps(list(run.results().values())))"
         )
-        kernel.do(f"run = ddpnb.launch(train_on, nproc_per_node=2, view=True)\n{_RUNNING}time.sleep(2)")
+        kernel.do(f"run = ddpnb.launch(train_on, nproc_per_node=2, view=True)\n{RUNNING}time.sleep(2)")
         drawing = watch(kernel, seconds)
         steps = kernel.ask("run.stop()\nprint(json.dumps(list(run.results().values())))")
 
@@ -337,10 +337,10 @@ def flood(report: Report, options: Namespace) -> None:
     seconds = 4 if options.quick else 10
     num_logs = seconds * 1000
     watched, arrived, in_order, paces = {}, [], [], []
-    with BenchKernel(pour, prepare=f"%load_ext ddpnb\n{_COUNTING}") as kernel:
+    with BenchKernel(pour, prepare=f"%load_ext ddpnb\n{COUNTING}") as kernel:
         for view in (False, True):
             launch = f"run = ddpnb.launch(pour, {num_logs}, 1000, nproc_per_node=8, view={view})\n"
-            kernel.do(f"{launch}{_RUNNING}time.sleep(0.5)")
+            kernel.do(f"{launch}{RUNNING}time.sleep(0.5)")
             watched[f"view={view}"] = watch(kernel, seconds - 1.5)
             taken, right, num_values = kernel.ask(_CHECK.format(num_logs=num_logs))
             paces.append(num_logs / max(taken))

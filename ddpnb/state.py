@@ -372,8 +372,10 @@ def _with_epoch(state: RunState, progress: Progress) -> RunState:
     epochs, number = state.epochs, progress.done + 1
     if epochs and epochs[-1].number >= number:
         return state
-    if len(epochs) >= _MOST_EPOCHS:
-        epochs = epochs[::2]
+    every = 1
+    while len(epochs) >= _MOST_EPOCHS:
+        every *= 10  # the round ones are kept, which a view marks
+        epochs = tuple(epoch for epoch in epochs if epoch.number % every == 0)
     return replace(state, epochs=(*epochs, Epoch(number, _step_at(state, progress), progress.began)))
 
 

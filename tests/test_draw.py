@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from array import array
+from base64 import b64decode
 from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf, nan
@@ -16,10 +18,12 @@ from ddpnb.draw import curves, summary, words
 from ddpnb.draw.aspect import Aspect, Tab
 from ddpnb.draw.curves import curve, spread, ticks
 from ddpnb.draw.figure import display_metadata, figure, png
+from ddpnb.draw.lens import Lens
+from ddpnb.draw.marks import Mark, written
 from ddpnb.draw.output import download
 from ddpnb.draw.palette import DARK, LIGHT, look
 from ddpnb.draw.svg import STROKES, svg
-from ddpnb.messages import Applied, Asked, Ended, Noted
+from ddpnb.messages import Applied, Asked, Ended, Hung, Noted, Paced, Recalled, Resumed, Woke
 from ddpnb.state import RunState, fold, new_state
 
 from .messages_for_tests import finished, folded, metrics, output, progress, raised
@@ -316,6 +320,229 @@ def test_the_picture_says_in_words_what_it_shows() -> None:
     assert root.findtext(f"{name}desc") == (
         "rank 0 1.00, rank 1 2.00, mean 1.50 at step 1; from step 0 on between 1.00 and 3.00"
     )
+
+
+# ---- through a lens
+
+
+def looked_at(state: RunState, lens: Lens) -> curves.Curve:
+    return curve(state, "loss", STROKES, lens)
+
+
+def test_logarithms_leave_out_what_has_none_and_say_so() -> None:
+    shown = looked_at(folded(1, [metrics(0, "loss", [1.0, 0.0, -2.0, 0.1])]), Lens(log=True))
+
+    assert [[stroke.mean for stroke in part] for part in shown.lines[0].parts] == [[1.0], [0.1]]
+    assert "values of 0 and below have no logarithm" == shown.trouble
+    assert not re.search("nan|inf", svg(shown))
+
+
+def test_where_nothing_has_a_logarithm_the_axis_is_linear_and_it_is_said() -> None:
+    state = folded(2, [metrics(rank, "loss", [0.0, -1.0]) for rank in range(2)])
+
+    shown = looked_at(state, Lens(log=True))
+
+    assert not shown.lens.log
+    assert "no value is above 0" in draw.card(state, 1.0, Aspect(lens=Lens(log=True)))
+    assert png(state, lens=Lens(log=True))
+
+
+@pytest.mark.parametrize("values", [[1e-300, 1e300], [1e-12, 3.0], [0.5], [2.0, 2.0], [nan, 1.0], [5e-324]])
+def test_logarithms_of_any_size_are_drawn(values: list[float]) -> None:
+    state, lens = folded(2, [metrics(rank, "loss", values) for rank in range(2)]), Lens(log=True, smoothing=0.9)
+
+    assert not re.search(r'[dxy]="[^"]*(nan|inf)', svg(looked_at(state, lens)))
+    assert png(state, lens=lens)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0.3, 2.0, [0.2, 0.5, 1.0, 2.0]), (1e-3, 1e2, [1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0]), (1.0, 1.0, [0.5, 1.0, 2.0])],
+)
+def test_ticks_of_logarithms_are_round_and_enclose_the_values(low: float, high: float, expected: list[float]) -> None:
+    assert curves.log_ticks(low, high, 5) == pytest.approx(expected)
+
+
+def test_smoothing_is_the_running_mean_of_the_textbook() -> None:
+    shown = looked_at(folded(1, [metrics(0, "loss", [1.0, 0.0, 0.0])]), Lens(smoothing=0.5))
+
+    assert [value for _, value in shown.lines[0].trend[0]] == pytest.approx([1.0, 1 / 3, 1 / 7])
+    assert svg(shown).count('class="f ') == 1
+
+
+def test_smoothing_goes_on_over_a_gap() -> None:
+    shown = looked_at(folded(1, [metrics(0, "loss", [1.0, nan, 0.0])]), Lens(smoothing=0.5))
+
+    assert [len(part) for part in shown.lines[0].trend] == [1, 1]
+    assert shown.lines[0].trend[1][0][1] == pytest.approx(1 / 3)
+
+
+def test_along_seconds_a_curve_begins_at_the_launch() -> None:
+    shown = looked_at(folded(1, [metrics(0, "loss", [1.0, 0.5], first_step=300, seconds=0.5)]), Lens(by_time=True))
+
+    assert shown.span == (150.0, 150.5)
+
+
+def test_what_goes_on_is_joined_to_the_run_before_along_seconds_too() -> None:
+    before = metrics(0, "loss", [3.0, 2.0])
+    times = array("d", [-2.0, -1.0]).tobytes()
+    recalled = Recalled(time=0.0, rank=0, name="loss", steps=before.steps, values=before.values, times=times)
+    resumed = Resumed(time=0.0, rank=0, path="/runs/x", step=2, epoch=0)
+    state = folded(1, [recalled, resumed, metrics(0, "loss", [1.0], first_step=2, seconds=0.5)])
+
+    by_step, by_time = looked_at(state, Lens()), looked_at(state, Lens(by_time=True))
+
+    assert [len(part) for part in by_step.lines[0].parts] == [3]
+    assert by_time.span == (0.0, 3.0)
+    assert [("resumed", 2)] == [(mark.text, mark.place) for mark in by_step.marks]
+    assert [("resumed", 2.0)] == [(mark.text, mark.place) for mark in by_time.marks]
+
+
+def test_what_measures_the_same_on_other_data_is_drawn_beside_it() -> None:
+    names = ("loss", "val_loss", "test/loss", "accuracy", "val_accuracy")
+    state = folded(2, [metrics(rank, name, [1.0, 0.5]) for rank in range(2) for name in names])
+
+    shown = looked_at(state, Lens())
+
+    assert ["val_loss", "test/loss"] == [other.name for other in shown.companions]
+    assert ["val_accuracy"] == [other.name for other in curve(state, "accuracy", STROKES).companions]
+    assert {"loss", "accuracy", "val_accuracy"} == {
+        axes.get_title(loc="left").split()[0] for axes in figure(state).axes
+    }
+
+
+def test_a_name_of_nothing_but_a_split_is_a_kind_of_its_own() -> None:
+    state = folded(1, [metrics(0, name, [1.0]) for name in ("test", "val", "loss")])
+
+    assert () == curve(state, "test", STROKES).companions
+
+
+def test_epochs_begin_at_the_first_step_logged_in_them() -> None:
+    logged = metrics(0, "loss", falling(100), seconds=1.0)
+    epochs = [
+        replace(progress(0, 0, done, 3, "epoch"), began=began) for done, began in ((0, -1.0), (1, 39.5), (2, 98.9))
+    ]
+
+    state = folded(1, [logged, *epochs, progress(0, 0, 3, 3, "epoch")])
+
+    assert [(1, 0), (2, 40), (3, 99)] == [(epoch.number, epoch.step) for epoch in state.epochs]
+    assert ["epoch 1", "epoch 2", "epoch 3"] == [mark.text for mark in looked_at(state, Lens()).marks]
+
+
+def test_of_very_many_epochs_some_are_marked_and_not_all_kept() -> None:
+    logged = [metrics(0, "loss", falling(5000), seconds=1.0)]
+    epochs = [replace(progress(0, 0, done, 5000, "epoch"), began=float(done)) for done in range(5000)]
+
+    state = folded(1, logged + epochs)
+
+    assert len(state.epochs) <= 1000
+    assert 2 <= len(looked_at(state, Lens()).marks) <= 24
+
+
+def test_a_changed_setting_is_marked_where_it_counts() -> None:
+    applied = Applied(rank=0, time=30.0, name="lr", before=0.1, value=0.05, step=60)
+    state = folded(1, [metrics(0, "loss", falling(100), seconds=0.5), applied])
+
+    assert [("lr 0.1 → 0.05", 60)] == [(mark.text, mark.place) for mark in looked_at(state, Lens()).marks]
+    assert [30.0] == [mark.place for mark in looked_at(state, Lens(by_time=True)).marks]
+    assert "lr 0.1 → 0.05" in svg(looked_at(state, Lens()))
+    assert "lr 0.1 → 0.05" in [text.get_text() for text in figure(state).axes[0].texts]
+
+
+def test_marks_without_room_have_no_words() -> None:
+    crowd = [Mark(float(place), "epoch 1", "epoch") for place in range(10)]
+
+    sides = [side for _, side in written(crowd, lambda place: 10 * place, letter=5.0, right=95.0)]
+
+    assert ["right", None, None, None, None, "right", None, None, None, None] == sides
+
+
+# ---- the tabs
+
+
+def paced(rank: int, *, data: float = 0.01, wait: float | None = 0.02, num_steps: int = 50) -> Paced:
+    return Paced(
+        time=1.0, rank=rank, num_steps=num_steps, step=0.1, data=data, wait=wait, samples=640.0, memory=212_000_000
+    )
+
+
+def test_a_rank_s_step_is_cut_into_its_parts() -> None:
+    state = folded(2, [paced(0), paced(1)])
+
+    page = draw.card(state, 1.0, Aspect(tab="ranks"))
+
+    assert 2 == page.count('aria-label="data 10.0 ms, compute 70.0 ms, waiting for others 20.0 ms"')
+    assert "1,280 samples/s" in " ".join(summary.facts(state, 1.0))
+    assert "212 MB" in page
+
+
+def test_the_slowest_rank_is_named_beside_its_bar() -> None:
+    state = folded(2, [metrics(0, "loss", [1.0, 0.5]), paced(0, wait=0.06), paced(1, data=0.06, wait=0.0)])
+
+    assert "slowest: data loading" in draw.card(state, 1.0)
+
+
+def test_many_ranks_have_their_table_in_a_tab_alone_and_the_slowest_in_words() -> None:
+    many = [paced(rank, wait=0.0 if rank == 7 else 0.06, data=0.06 if rank == 7 else 0.01) for rank in range(16)]
+    state = folded(16, [metrics(rank, "loss", falling(10)) for rank in range(16)] + many)
+
+    assert "<table" not in draw.card(state, 1.0)
+    assert "rank 7 is the slowest: data loading" in draw.card(state, 1.0)
+    assert 17 == draw.card(state, 1.0, Aspect(tab="ranks")).count("<tr>")
+
+
+def test_ranks_that_have_timed_no_step_are_in_the_table_all_the_same() -> None:
+    page = draw.card(folded(2, [paced(0, num_steps=0)]), 1.0, Aspect(tab="ranks"))
+
+    assert "no step was timed yet" in page
+    assert 3 == page.count("<tr>")
+
+
+def test_a_search_shows_the_lines_that_match_and_counts_them() -> None:
+    state = folded(2, [output(0, "epoch 1\nEPOCH 2\nother\n"), output(1, "epoch 3\n")])
+
+    page = draw.card(state, 1.0, Aspect(tab="output", search="epoch"))
+    one = draw.card(state, 1.0, Aspect(tab="output", search="epoch", rank=1))
+
+    assert "3 lines with “epoch”" in page
+    assert "EPOCH 2" in page
+    assert "other" not in page
+    assert "1 line with “epoch”" in one
+
+
+def test_the_output_of_200_mb_is_bounded_on_the_page_and_in_the_download() -> None:
+    flood = "x" * 99 + "\n"
+    state = folded(2, [output(rank, flood * 10_000) for _ in range(100) for rank in range(2)])
+
+    page, link = draw.card(state, 1.0, Aspect(tab="output")), download(state, None)
+
+    assert len(page) < 10_000
+    assert "earlier characters are no longer here" in page
+    assert len(link) < 6_000_000
+
+
+def test_a_download_is_the_text_itself() -> None:
+    link = download(folded(2, [output(1, "a < b\n")], name="../a b"), 1)
+
+    [data] = re.findall(r'href="data:text/plain;charset=utf-8;base64,([^"]*)"', link)
+    assert "a < b\n" == b64decode(data).decode()
+    assert 'download=".._a_b-rank-1.txt"' in link
+
+
+def test_what_was_changed_is_listed_in_the_settings() -> None:
+    applied = Applied(rank=0, time=30.0, name="lr", before=None, value=0.05, step=60)
+
+    assert "lr → 0.05 from step 60 on" in draw.card(folded(1, [applied]), 1.0, Aspect(tab="settings"))
+    assert "no setting is known" in draw.card(folded(1), 1.0, Aspect(tab="settings"))
+
+
+def test_a_hang_is_told_while_it_lasts() -> None:
+    stacked = Aspect(stacks="rank 0\n  in the loop")
+    hanging = folded(2, [Hung(time=1.0, silence=12.0)])
+
+    assert "no step for 12 s" in draw.card(hanging, 1.0)
+    assert "in the loop" in draw.card(hanging, 1.0, stacked)
+    assert "no step for" not in draw.card(fold(hanging, Woke(time=2.0)), 3.0, stacked)
 
 
 # ---- the card

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +17,14 @@ import comm
 import IPython
 import pytest
 
+from ddpnb import draw
 from ddpnb.draw import figure
-from ddpnb.messages import AnyMessage, Ended, Hung, Woke
-from ddpnb.notebook import frontend, live, painter, terminal
+from ddpnb.messages import AnyMessage, Applied, Asked, Ended, Hung, Offered, Paused, Saved, Steered, Woke
+from ddpnb.notebook import comms, frontend, live, painter, steering, terminal
 from ddpnb.notebook.final import Final
 from ddpnb.state import RunState, fold
 
+from .conftest import wait_until
 from .messages_for_tests import finished, folded, metrics, output, raised
 
 DEADLINE = 20.0
@@ -355,6 +360,267 @@ def test_no_view_shows_nothing(page: Page) -> None:
     run.say(*finished(2))
 
     assert (page.displays, page.values, run.watchers, run.finishers) == ([], [], [], [])
+
+
+# ---- what can be clicked
+
+
+class Clicks:
+    """A card's widgets, as a reader finds them, by what is written on them."""
+
+    def __init__(self, card: live.Card) -> None:
+        self.card = card
+        assert card._is_furnished.wait(DEADLINE)
+
+    def __getitem__(self, words: str) -> Any:
+        for widget in comms.tree(self.card.widget):
+            if words in (getattr(widget, "description", ""), getattr(widget, "tooltip", ""), widget.__class__.__name__):
+                return widget
+        raise KeyError(words)
+
+    @property
+    def buttons(self) -> list[str]:
+        return [self.card._hands._pause.description, self.card._hands._stop.description]
+
+
+def painted() -> None:
+    """Wait until the painter has made all calls so far."""
+    done = threading.Event()
+    painter.painter.call(done.set)
+    assert done.wait(DEADLINE)
+
+
+@pytest.fixture
+def shown(page: Page) -> Iterator[tuple[PlayedRun, live.Card, Clicks]]:
+    """A run whose card is on the page."""
+    run = PlayedRun()
+    run.say(metrics(0, "loss", [2.0, 1.0]), metrics(0, "accuracy", [0.1, 0.9]))
+    card = live.Card(run)
+    painter.painter.add(card)
+    yield run, card, Clicks(card)
+    run.say(*finished(2))
+
+
+Shown = tuple[PlayedRun, live.Card, Clicks]
+
+
+def test_a_tab_is_drawn_at_once_and_in_one_message_beside_its_own(shown: Shown, page: Page) -> None:
+    _, card, clicks = shown
+    painted()
+    before = len(page.values)
+
+    clicks["ToggleButtons"].value = "ranks"
+    painted()
+
+    assert 'aria-label="ranks"' in card._live.value
+    assert "on-ranks" in card.widget._dom_classes
+    assert len(page.values) == before + 1
+
+
+def test_the_curve_is_the_chosen_one(shown: Shown) -> None:
+    _, card, clicks = shown
+
+    clicks["the value that is drawn"].value = "accuracy"
+    clicks["linear axis, or one of logarithms"].value = True
+    clicks["a running mean over the curve"].value = 0.6
+    painted()
+
+    assert draw.Lens("accuracy", log=True, smoothing=0.6) == card.aspect.lens
+    assert '<text class="n" x="46" y="13">accuracy</text>' in card._live.value
+
+
+def test_a_name_that_nobody_chose_gives_way_to_the_loss(page: Page) -> None:
+    run = PlayedRun()
+    run.say(metrics(0, "accuracy", [0.1, 0.9]))
+    card = live.Card(run)
+    clicks = Clicks(card)
+
+    run.say(metrics(0, "loss", [2.0, 1.0]))
+    painter.painter.call(card.draw)
+    painted()
+    painted()
+
+    assert "loss" == clicks["the value that is drawn"].value
+    assert card.aspect.lens.name is None
+    assert '<text class="n" x="46" y="13">loss</text>' in card._live.value
+
+
+def test_pause_says_at_once_that_it_was_heard_and_then_what_the_run_does(shown: Shown) -> None:
+    run, card, clicks = shown
+
+    clicks["Pause"].click()
+    painted()
+    heard = clicks.buttons[0]
+    run.say(Steered(time=1.0, how="pause"), *(Paused(time=1.0, rank=rank, check=3) for rank in range(2)))
+    painter.painter.call(card.draw)
+    painted()
+
+    assert ["pause"] == run.asked
+    assert "Pausing …" == heard
+    assert "Unpause" == clicks.buttons[0]
+    clicks["Unpause"].click()
+    painted()
+    assert ["pause", "unpause"] == run.asked
+
+
+def test_ten_clicks_on_stop_stop_and_do_not_kill(shown: Shown) -> None:
+    run, _, clicks = shown
+
+    stop = clicks["Stop"]
+    for _ in range(10):
+        stop.click()
+    painted()
+
+    assert ["stop"] == run.asked
+    assert "Stopping …" == stop.description
+    assert stop.disabled
+
+
+def test_stop_becomes_kill_after_a_moment(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, card, clicks = shown
+    monkeypatch.setattr(steering, "_KILL_AFTER", 0.0)
+
+    stop = clicks["Stop"]
+    stop.click()
+    painted()
+    run.say(Asked(time=1.0, how="stop"))
+    painter.painter.call(card.draw)
+    painted()
+    stop.click()
+    painted()
+
+    assert "Kill" == stop.description
+    assert ["stop", "kill"] == run.asked
+
+
+def test_save_without_a_folder_is_off_and_says_why(shown: Shown) -> None:
+    _, _, clicks = shown
+
+    assert clicks["Save"].disabled
+    assert "run_dir" in clicks["Save"].tooltip
+
+
+def test_saving_is_said_until_it_has_come_about(page: Page) -> None:
+    run = PlayedRun()
+    run.state = replace(run.state, folder="/runs/x")
+    card = live.Card(run)
+    save = Clicks(card)["Save"]
+
+    save.click()
+    save.click()
+    painted()
+    heard = save.description
+    run.say(Saved(time=1.0, rank=0, path="/runs/x/checkpoints/step-00000003", step=3, epoch=0))
+    painter.painter.call(card.draw)
+    painted()
+
+    assert ["save"] == run.asked
+    assert "Saving …" == heard
+    assert ("Save", False) == (save.description, save.disabled)
+
+
+def test_what_could_not_be_asked_is_said_in_the_card(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, card, clicks = shown
+
+    def refuse() -> None:
+        raise RuntimeError("<nobody> can be asked")
+
+    monkeypatch.setattr(run, "pause", refuse)
+    clicks["Pause"].click()
+    painted()
+
+    assert "&lt;nobody&gt; can be asked" in card._live.value
+    assert "Pause" == clicks.buttons[0]
+
+
+def test_a_setting_is_a_slider_that_asks_once_and_follows_what_is_set_elsewhere(shown: Shown) -> None:
+    run, card, clicks = shown
+    run.say(Offered(rank=0, time=0.0, name="lr", value=0.1), Offered(rank=0, time=0.0, name="<b>on</b>", value=True))
+    painter.painter.call(card.draw)
+    painted()
+
+    clicks["lr"].value = 0.0500123
+    painted()
+    asked = list(run.asked)
+    run.say(Applied(rank=0, time=1.0, name="lr", before=0.1, value=0.05, step=7))
+    run.say(Applied(rank=0, time=1.0, name="<b>on</b>", before=True, value=False, step=7))
+    painter.painter.call(card.draw)
+    painted()
+    painted()
+
+    assert [{"lr": 0.05}] == asked == run.asked
+    assert (0.05, False) == (clicks["lr"].value, clicks["<b>on</b>"].value)
+
+
+def test_a_hang_has_its_buttons(shown: Shown) -> None:
+    run, card, clicks = shown
+    run.say(Hung(time=1.0, silence=12.0))
+    painter.painter.call(card.draw)
+    painted()
+    assert "is-hung" in card.widget._dom_classes
+
+    clicks["Keep waiting"].click()
+    clicks["Stacks"].click()
+    painted()
+    wait_until(lambda: "in the loop" in card._live.value, what="the stacks")
+
+    assert ["keep waiting"] == run.asked
+
+
+def test_the_output_is_in_the_page_only_once_it_is_asked_for(shown: Shown) -> None:
+    run, card, clicks = shown
+    run.say(output(1, "hello\n"))
+    painter.painter.call(card.draw)
+    painted()
+
+    link = card._eyes._link
+    assert "" == link.value
+    clicks["Download"].click()
+    painted()
+    assert "data:text/plain" in link.value
+
+
+def test_a_card_does_not_keep_its_run_alive(page: Page) -> None:
+    run = PlayedRun()
+    card = live.Card(run)
+    Clicks(card)
+    run.say(*finished(2))
+    assert views_end()
+    ended = weakref.ref(run)
+
+    del run, card
+    gc.collect()
+
+    assert ended() is None
+
+
+def test_the_figure_at_the_end_is_looked_at_as_the_card_was(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, lenses = PlayedRun(), []
+    monkeypatch.setattr(figure, "png", lambda _, lens: lenses.append(lens) or b"0" * 24)
+    run.say(metrics(0, "loss", [2.0, 1.0]))
+    live.attach(run, None)
+    [card] = [turn._view for turn in painter.painter._turns]
+
+    Clicks(card)["linear axis, or one of logarithms"].value = True
+    painted()
+    run.say(*finished(2))
+    assert views_end()
+
+    assert [draw.Lens(log=True)] == lenses
+
+
+def test_a_run_is_not_shown_twice_by_the_cell_that_launches_it(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = SimpleNamespace(execution_count=3)
+    monkeypatch.setattr(live, "ipython_kernel", lambda: kernel)
+    run = PlayedRun()
+
+    live.attach(run, None)
+    here = run.is_shown_here()
+    kernel.execution_count = 4
+
+    assert here
+    assert not run.is_shown_here()
+    run.say(*finished(2))
 
 
 # ---- without a page

@@ -42,7 +42,7 @@ def failure(state: RunState) -> Iterable[str]:
     if found.values:
         yield f'<div class="soft">Last values: {escape("; ".join(found.values))}</div>'
     if found.details:
-        yield "<details open=><summary>Traceback</summary><pre>{escape(cut(found.details, _LENGTH))}</pre></details>"
+        yield f'<details open=""><summary>Traceback</summary><pre>{escape(cut(found.details, _LENGTH))}</pre></details>'
     if found.others:
         lines = escape(cut("\n".join(found.others), _LENGTH))
         yield f"<details><summary>What the others did ({count(len(found.others), 'line')})</summary>"
@@ -54,9 +54,9 @@ def hanging(state: RunState, aspect: Aspect) -> Iterable[str]:
     """Who is waited for and where each rank stands, while a run hangs; beside it are buttons."""
     if state.hung is not None and state.ended is None:
         first, _, rest = hang(state).partition("\n")
-        yield f'<div class="hung" role="alert"><b>{escape(first)}</b><pre>{escape(rest.strip())}</pre>'
+        yield f'<div class="hung" role="alert"><b>{escape(first)}</b><pre>{escape(rest.strip(chr(10)))}</pre>'
         if aspect.stacks:
-            yield "<details open=><summary>Stacks</summary><pre>{escape(cut(aspect.stacks, _LENGTH))}</pre></details>"
+            yield f"<div>Stacks</div><pre>{escape(cut(aspect.stacks, _LENGTH))}</pre>"
         yield "</div>"
 
 

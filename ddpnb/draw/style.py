@@ -141,9 +141,9 @@ _WIDGETS = "".join(
         ".ddpnb .ddpnb-chooser .widget-dropdown>select{border:0;background-color:transparent;color:var(--ddpnb-soft);",
         "flex:none;width:auto;max-width:130px;height:26px;padding:0 20px 0 4px;font-size:13px}",
         ".ddpnb .ddpnb-chooser .widget-dropdown>select option{background:var(--ddpnb-page-now);color:var(--ddpnb-ink)}",
-        ".ddpnb .ddpnb-tools{margin-top:8px;flex-wrap:wrap}",
-        ".ddpnb .for-output .widget-text{width:220px}",
-        ".ddpnb .for-settings{gap:4px}",
+        ".ddpnb>.ddpnb-tools{margin:8px 0 4px;flex-wrap:wrap;gap:6px}",
+        ".ddpnb .for-output{align-items:center}.ddpnb .for-output>*{margin:0}",
+        ".ddpnb .for-output .widget-text{width:220px}.ddpnb .for-output a{color:var(--ddpnb-bar)}",
     ]
 )
 

@@ -24,7 +24,7 @@ from .clicks import enqueue
 _TABS = (("Curves", "curves"), ("Ranks", "ranks"), ("Output", "output"), ("Settings", "settings"))
 _SCALES = (("linear", False), ("log", True))
 _AXES = (("by step", False), ("by time", True))
-_SMOOTHINGS = (("raw", 0.0), ("smooth", 0.6), ("smoother", 0.9), ("smoothest", 0.98))
+_SMOOTHINGS = (("raw", 0.0), ("smooth", 0.6), ("smoother", 0.9), ("smoothest", 0.96))
 _NAME_LENGTH = 40
 
 

@@ -370,7 +370,7 @@ class Clicks:
 
     def __init__(self, card: live.Card) -> None:
         self.card = card
-        assert card._is_furnished.wait(DEADLINE)
+        painted()
 
     def __getitem__(self, words: str) -> Any:
         for widget in comms.tree(self.card.widget):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from tests.lab import CHROMIUM, Lab, command, running_lab, save
 
@@ -65,11 +65,15 @@ def wait_for_another_curve(page: Page, before: str) -> str:
     return curve(page)
 
 
+def card(page: Page) -> Locator:
+    """The card on the page."""
+    return page.locator(".widget-vbox.ddpnb")
+
+
 def picture(page: Page, name: str) -> None:
     if SCREENSHOTS:
-        shown = page.locator(".ddpnb svg, .jp-OutputArea-output img").first
-        if shown.count():
-            shown.scroll_into_view_if_needed()
+        # At once, by the page itself: what is drawn is another element half a second later.
+        page.evaluate("() => document.querySelector('.ddpnb svg, .jp-OutputArea-output img')?.scrollIntoView()")
         page.screenshot(path=f"{SCREENSHOTS}/{name}.png")
 
 
@@ -122,4 +126,51 @@ def test_a_reloaded_page_shows_the_run_live_again(lab: Lab) -> None:
     before = wait_for_another_curve(page, "")
     wait_for_another_curve(page, before)
     picture(page, "reloaded")
+    card(page).get_by_role("button", name="Stop", exact=True).click()
+    expect(card(page).get_by_role("status")).to_have_text("stopped early, value kept", timeout=20_000)
+    expect(card(page).get_by_role("button", name="Pause")).to_have_count(0)  # nothing to be asked any more
     page.close()
+
+
+HOSTILE = """
+EVIL = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 1</script>"
+
+def hostile(steps):
+    print(EVIL)
+    ddpnb.setting(EVIL, EVIL)
+    for step in ddpnb.progress(range(steps), EVIL):
+        time.sleep(0.05)
+        ddpnb.log({EVIL: 1 / (step + 1), "loss": 1 / (step + 1 + ddpnb.rank())})
+        if ddpnb.should_stop():
+            raise ValueError(EVIL)
+"""
+
+
+def test_a_card_is_driven_by_keys_and_nothing_of_the_user_s_becomes_markup(lab: Lab) -> None:
+    launch = "run = ddpnb.launch(hostile, 10_000, nproc_per_node=2, name=EVIL)"
+    path = lab.write("hostile.ipynb", SLOW + HOSTILE, launch)
+    page = lab.open(path.name)
+    command(page, "notebook:run-all-cells")
+    wait_for_another_curve(page, "")
+
+    for tab, expected in (("Ranks", "in the function"), ("Output", "<img src=x"), ("Settings", "<img src=x")):
+        card(page).get_by_role("button", name=tab, exact=True).focus()
+        page.keyboard.press("Enter")
+        expect(card(page).get_by_role("tabpanel", name=tab.lower())).to_be_attached()
+        expect(card(page).get_by_text(expected).first).to_be_visible()
+        picture(page, f"tab_{tab.lower()}")
+    card(page).get_by_role("button", name="Curves", exact=True).click()
+    names = card(page).get_by_title("the value that is drawn")
+    names.select_option(label=names.locator("option").all_inner_texts()[0])
+    card(page).get_by_title("linear axis, or one of logarithms").select_option("log")
+    wait_for_another_curve(page, curve(page))
+    card(page).get_by_role("button", name="Stop", exact=True).click()
+    expect(page.locator(".jp-OutputArea-output").get_by_text("raised ValueError").first).to_be_visible(timeout=20_000)
+    expect(page.locator(".ddpnb")).to_have_count(0)  # the page of a failed run has no widget
+    saved = save(page, path)
+    picture(page, "failed")
+    hacked = page.evaluate("() => window.hacked")
+    page.close()
+
+    assert hacked is None
+    assert {"image/png", "text/html", "text/plain"} == set(saved.cells[1].outputs[0].data)

@@ -40,6 +40,7 @@ class PlayedRun:
         self.watchers: list[Callable[[Any], None]] = []
         self.finishers: list[Callable[[Any], None]] = []
         self.around_waits: list[Callable[[], Any]] = []
+        self.hang_after: float | None = 10.0
         self.is_shown_here: Callable[[], bool] = lambda: False
         self.asked: list[Any] = []
         self.state: RunState = folded(num_ranks, name=name)
@@ -550,6 +551,19 @@ def test_a_setting_is_a_slider_that_asks_once_and_follows_what_is_set_elsewhere(
 
     assert [{"lr": 0.05}] == asked == run.asked
     assert (0.05, False) == (clicks["lr"].value, clicks["<b>on</b>"].value)
+
+
+def test_the_patience_with_a_silent_rank_can_be_set(shown: Shown) -> None:
+    run, _, clicks = shown
+
+    clicks["hang after (s)"].value = 60.0
+    painted()
+    longer = run.hang_after
+    clicks["hang after (s)"].value = 0.0
+    painted()
+
+    assert 60.0 == longer
+    assert run.hang_after is None
 
 
 def test_a_hang_has_its_buttons(shown: Shown) -> None:

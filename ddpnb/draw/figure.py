@@ -245,6 +245,7 @@ def _frame(axes: Axes, shown: Curve, span: tuple[float, float], *, num_ticks: in
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
     bad = summary.bad_values(shown) or shown.trouble
+    title = cut(title, 30 if num_ticks < 5 else 60)
     words = f"{title}   ({bad})" if bad else title
     axes.set_title(words, loc="left", size=8, weight="bold", color=_BAD if bad else _INK, pad=6, parse_math=False)
 

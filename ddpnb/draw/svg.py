@@ -16,7 +16,7 @@ from math import log10
 from .curves import Band, Companion, Curve, Label, Line, columns, corners, labels, rows, spread
 from .marks import Mark, written
 from .palette import DASHES, LIGHT, look
-from .words import count, number, tick
+from .words import count, cut, number, tick
 
 STROKES = 150
 """Strokes drawn of each rank: with two points each, and some ten bytes a point, four ranks are 13 kB."""
@@ -93,7 +93,7 @@ def svg(curve: Curve) -> str:
         [
             f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" xmlns="http://www.w3.org/2000/svg">',
             *_words(curve),
-            f'<text class="n" x="{_LEFT}" y="13">{escape(curve.name)}</text>',
+            f'<text class="n" x="{_LEFT}" y="13">{escape(cut(curve.name, 90))}</text>',
             *_grid(curve, axes, heights),
             *_marks(curve.marks, axes),
             *_lines(curve, axes),

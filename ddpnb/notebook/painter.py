@@ -60,6 +60,8 @@ class Steerable(Watched, Protocol):
 
     around_waits: list[Callable[[], AbstractContextManager[object]]]
     """Entered by each cell that waits for the run."""
+    hang_after: float | None
+    """Seconds without a step after which a rank is taken for hung; None: nobody watches."""
     is_shown_here: Callable[[], bool]
     """Whether a view stands in the cell that runs now."""
 

@@ -27,6 +27,8 @@ _KILL_AFTER = 2.0
 _SAVE_PATIENCE = 30.0
 """Seconds after which a function that does not save may be asked again."""
 
+_STYLE = {"description_width": "110px"}
+
 
 class Face(NamedTuple):
     """What a button says."""
@@ -162,7 +164,14 @@ class Settings:
         self._boxes: dict[str, Any] = {}  # {name: its widget}
         self._known: dict[str, Setting] = {}  # {name: value that the run was last seen to have}
         self._shown: dict[str, Setting] = {}  # {name: value that its widget had then, or when it was asked for}
-        self.widget = widgets.VBox(_dom_classes=["ddpnb-tools", "for-settings", "ddpnb-live-only"])
+        self._patience = widgets.FloatText(
+            value=run.hang_after or 0.0,
+            description="hang after (s)",
+            tooltip="seconds without a step after which a rank is taken for hung; 0: nobody watches",
+            style=_STYLE,
+        )
+        self._patience.observe(enqueue(self._change_patience), names="value")
+        self.widget = widgets.VBox([self._patience], _dom_classes=["ddpnb-tools", "for-settings", "ddpnb-live-only"])
 
     def follow(self, state: RunState) -> None:
         """Have a widget for each offered value, which shows it as it is now."""
@@ -172,7 +181,7 @@ class Settings:
             box = self._boxes[name] = _box(name, offered[name])
             box.observe(enqueue(self._change), names="value")
         if new:
-            self.widget.children = tuple(self._boxes.values())
+            self.widget.children = (*self._boxes.values(), self._patience)
         for name, value in offered.items():
             # Until what was asked for has come about, the widget shows that.
             if self._known.get(name) != value:
@@ -185,6 +194,14 @@ class Settings:
                 self._shown[name] = box.value
                 self._set(name, float(f"{box.value:.3g}") if isinstance(box, widgets.FloatLogSlider) else box.value)
 
+    def _change_patience(self) -> None:
+        try:
+            self._run.hang_after = self._patience.value or None
+        except ValueError as error:
+            self._say(str(error))
+        else:
+            self._say(None)
+
     def _set(self, name: str, value: Setting) -> None:
         try:
             self._run.set(**{name: value})
@@ -196,7 +213,7 @@ class Settings:
 
 def _box(name: str, value: Setting) -> Any:
     """A widget that fits a value: a slider of magnitudes for a rate, else a field."""
-    look = {"description": cut(name, 30), "style": {"description_width": "110px"}}
+    look = {"description": cut(name, 30), "style": _STYLE}
     if isinstance(value, bool):
         return widgets.Checkbox(value=value, indent=False, **look)
     if isinstance(value, int):

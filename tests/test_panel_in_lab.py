@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator
 
 import ipykernel
@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.lab import CHROMIUM, Lab, command, running_lab, save
-from tests.test_browser import picture, wait_for_another_curve
+from tests.test_browser import SCREENSHOTS, wait_for_another_curve
 
 pytestmark = [
     pytest.mark.browser,
@@ -72,13 +72,28 @@ def line(page: Page) -> Locator:
     return page.locator(".ddpnb-panel .line")
 
 
-def test_a_run_is_chosen_by_keyboard_started_stopped_and_resumed(lab: Lab) -> None:
-    page = open_panel(lab, "keys.ipynb", "panel.run.stop()", "print('was at', panel.run.result())")
+def picture(page: Page, name: str) -> None:
+    """Keep a picture to be looked at, where that is wanted."""
+    if SCREENSHOTS:
+        page.locator(".jp-OutputArea-output:visible").first.scroll_into_view_if_needed()
+        page.screenshot(path=f"{SCREENSHOTS}/{name}.png")
+
+
+def step(page: Page) -> int:
+    """The step that the card shows, of those before and of this epoch."""
+    found = re.search(r"epoch (\d+)/\d+ · step (\d+)/(\d+)", page.locator(".ddpnb").first.inner_text())
+    assert found is not None
+    epoch, done, all_of_it = map(int, found.groups())
+    return (epoch - 1) * all_of_it + done
+
+
+def test_a_run_is_chosen_by_keyboard_started_steered_stopped_and_resumed(lab: Lab) -> None:
+    page = open_panel(lab, "keys.ipynb", "print('was at', panel.run.result())")
+    card = page.locator(".ddpnb").first
 
     slider(page, "world size").press("ArrowRight")
-    expect(line(page)).to_have_text(
-        "ddpnb.launch(learn, epochs=5, batch_size=8, lr=0.01, clip_norm=None, nproc_per_node=2, run_dir='runs')"
-    )
+    expected = "ddpnb.launch(learn, epochs=5, batch_size=8, lr=0.01, clip_norm=None, nproc_per_node=2, run_dir='runs')"
+    expect(line(page)).to_have_text(expected)
     slider(page, "lr").press("ArrowRight")
     expect(line(page)).to_contain_text("lr=0.011,")
     slider(page, "epochs").press("End")
@@ -92,21 +107,39 @@ def test_a_run_is_chosen_by_keyboard_started_stopped_and_resumed(lab: Lab) -> No
     expect(button(page, "Start")).to_be_disabled()
     first = wait_for_another_curve(page, "")
     wait_for_another_curve(page, first)
-    expect(page.locator(".ddpnb").first).to_contain_text("2 ranks")
+    expect(card).to_contain_text("2 ranks")
     picture(page, "panel_running")
 
-    for number in (1, 2):
-        run_cell(page, number)
+    button(page, "Pause").press("Enter")
+
+    expect(button(page, "Unpause")).to_be_visible()
+    held = step(page)
+    page.wait_for_timeout(1500)  # thirty steps, if any were made
+    assert held == step(page)
+    picture(page, "panel_paused")
+
+    button(page, "Unpause").press("Enter")
+    slider(page, "lr").press("ArrowRight")
+
+    expect(page.get_by_text("lr: a change counts at once; all else for the next start")).to_be_visible()
+    expect(card).to_contain_text("lr 0.011 → 0.013", timeout=20_000)
+    picture(page, "panel_steered")
+
+    button(page, "Stop").press("Enter")
 
     expect(button(page, "Resume step")).to_be_enabled(timeout=60_000)
-    step = int(button(page, "Resume step").inner_text().split()[-1])
-    expect(page.get_by_text(f"was at {step}")).to_be_visible()
+    stopped_at = int(button(page, "Resume step").inner_text().split()[-1])
+    run_cell(page, 1)
+    expect(page.get_by_text(f"was at {stopped_at}")).to_be_visible()
+    assert stopped_at > held
 
-    button(page, "Resume step").click()
+    button(page, "Resume step").press("Enter")
 
     expect(button(page, "Start")).to_be_disabled()
-    expect(page.locator(".ddpnb").first).to_contain_text(f"resumed from step {step}", timeout=60_000)
+    expect(card).to_contain_text(f"resumed from step {stopped_at}", timeout=60_000)
     picture(page, "panel_resumed")
+    button(page, "Stop").click()
+    expect(button(page, "Start")).to_be_enabled(timeout=60_000)
     page.close()
 
 
@@ -130,39 +163,50 @@ def test_what_is_typed_wrong_is_refused_beside_it(lab: Lab) -> None:
     page.close()
 
 
-def test_a_reloaded_page_has_the_panel_alive_and_one_without_kernel_has_the_figure(lab: Lab) -> None:
-    page = open_panel(lab, "reload.ipynb", "panel.run.stop()")
-    path = lab.folder / "reload.ipynb"
+def test_a_run_is_stopped_from_a_page_that_was_reloaded_in_its_midst(lab: Lab) -> None:
+    page = open_panel(lab, "reload.ipynb")
     slider(page, "epochs").press("End")
     button(page, "Start").click()
     wait_for_another_curve(page, "")
-    save(page, path)
+    save(page, lab.folder / "reload.ipynb")
 
     page.reload()
 
     before = wait_for_another_curve(page, "")
     wait_for_another_curve(page, before)
-    run_cell(page, 1)
+    button(page, "Stop").click()
     expect(button(page, "Resume step")).to_be_enabled(timeout=60_000)
+    picture(page, "panel_reloaded")
     page.close()
 
-    # Widgets that a reloaded page has not seen made are not in its document: a new panel is, and its figure.
-    page = open_panel(lab, "reopened.ipynb", "panel.start().result()")
-    run_cell(page, 1)
-    expect(page.locator(".jp-OutputArea-output[data-mime-type='image/png']")).to_have_count(1, timeout=60_000)
-    expect(page.locator(".jp-OutputArea-output[data-mime-type='image/png']")).to_be_hidden()
-    saved = save(page, lab.folder / "reopened.ipynb")
+
+def test_a_page_without_its_kernel_has_the_last_run_s_figure_and_no_dead_widget(lab: Lab) -> None:
+    page = open_panel(lab, "reopened.ipynb")
+    path = lab.folder / "reopened.ipynb"
+    figure = page.locator(".jp-OutputArea-output[data-mime-type='image/png']")
+    slider(page, "epochs").press("Home")
+    button(page, "Start").click()
+    expect(figure).to_have_count(1, timeout=60_000)
+    expect(figure).to_be_hidden()  # the card has it
+    saved = save(page, path)
     command(page, "kernelmenu:shutdown")
     page.close()
-    page = lab.open("reopened.ipynb")
 
-    expect(page.locator(".jp-OutputArea-output[data-mime-type='image/png']")).to_be_visible(timeout=60_000)
-    expect(page.get_by_text("Error displaying widget: model not found")).to_be_hidden()
-    expect(page.get_by_text("Error displaying widget: model not found")).to_have_count(1, timeout=60_000)
+    page = lab.open(path.name)
+
+    dead = page.get_by_text("Error displaying widget: model not found")
+    expect(dead).to_have_count(1, timeout=60_000)
+    expect(dead).to_be_hidden()
+    expect(page.locator(".jp-OutputArea-output[data-mime-type='image/png']")).to_be_visible()
     picture(page, "panel_without_kernel")
     page.close()
+    kinds = [sorted(output["data"]) for output in saved.cells[0].outputs]
+    assert [
+        ["application/vnd.jupyter.widget-view+json", "text/plain"],
+        ["image/png", "text/plain"],
+        ["text/html", "text/plain"],
+    ] == kinds
     assert "widgets" not in saved.metadata
-    assert json.dumps(saved).count("image/png") >= 1
 
 
 @pytest.mark.skipif(ipykernel.version_info < (7,), reason="ipykernel hears clicks after the cell")

@@ -29,6 +29,11 @@ class Colour(enum.Enum):
     BLUE = 2
 
 
+class Kind(enum.StrEnum):
+    A = "a"
+    B = "b"
+
+
 def range_of(offered: tuple[Any, ...], default: Any = nothing) -> Range:
     found = choice(offered, nothing, default)
     assert isinstance(found, Range)
@@ -76,6 +81,8 @@ def range_of(offered: tuple[Any, ...], default: Any = nothing) -> Range:
         (nothing, nothing, (0.9, 0.99), Kept(value=(0.9, 0.99), is_default=True)),
         (nothing, nothing, [3], Kept(value=[3], is_default=True)),
         (nothing, list | None, None, Kept(value=None, is_default=True)),
+        (range(2), nothing, 1, Options(named=(("0", 0), ("1", 1)), value=1)),
+        (Kind.A, nothing, nothing, Options(named=(("A", Kind.A), ("B", Kind.B)), value=Kind.A)),
     ],
 )
 def test_a_choice_is_read_from_what_is_offered_then_the_annotation_then_the_default(
@@ -99,6 +106,7 @@ def test_a_widget_of_one_s_own_is_taken_as_it_is() -> None:
         ([], "nothing to choose from"),
         (object(), "no abbreviation"),
         (list, "tells of no values"),
+        ((each for each in [1]), "no abbreviation"),
     ],
 )
 def test_what_cannot_be_offered_is_refused_with_its_argument_s_name(offered: Any, words: str) -> None:

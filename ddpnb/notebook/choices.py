@@ -17,7 +17,7 @@ import ast
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
@@ -177,11 +177,11 @@ def choice(offered: Any, annotation: Any = nothing, default: Any = nothing) -> C
             return _of_annotation(offered, default)
         case tuple() if _is_range(offered):
             return _range(offered, annotation, default)
-        case str():
+        case str() if not isinstance(offered, Enum):
             return Typed(kind=str, value=offered, may_be_none=may_be_none)
         case Mapping():
             return _options([(str(name), value) for name, value in offered.items()], default)
-        case Iterable() if not isinstance(offered, Enum) and offered is not nothing:
+        case Sequence() | Set() if not isinstance(offered, Enum):
             return _options([(_name(value), value) for value in offered], default)
     if offered is nothing:
         return _of_default(annotation, may_be_none, default)
@@ -297,6 +297,8 @@ def _of_value(value: Any, annotation: Any, may_be_none: bool) -> Choice:
             return _options([("None", None), ("False", False), ("True", True)], value)
         case Enum():
             return _options([(member.name, member) for member in type(value)], value)
+        case float() if math.isnan(value):
+            return Kept(value=value, is_default=True)
         case int() if annotation is float:
             return Typed(kind=float, value=float(value), may_be_none=may_be_none)
         case int() | float() | str():

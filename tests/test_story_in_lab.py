@@ -131,6 +131,10 @@ def test_a_run_is_chosen_watched_held_steered_stopped_resumed_and_stopped_from_a
     expect(mark).to_be_visible(timeout=60_000)
     picture(page, "story_steered")
 
+    page.locator(".ddpnb").get_by_text("Output", exact=True).click()
+    expect(page.locator(".ddpnb .for-output select")).to_have_value("all ranks")
+    page.locator(".ddpnb").get_by_text("Curves", exact=True).click()
+
     # ---- stopped with a checkpoint, resumed at the next step
     button(page, "Stop").press("Enter")
     expect(button(page, "Resume step")).to_be_enabled(timeout=60_000)

@@ -22,7 +22,7 @@ _BUSY = {
     "starting": "starting",
     "unpacking": "unpacking the function",
     "rendezvous": "making the process group",
-    "running": "in the function",
+    "running": "running",
     "threads": "waiting for its threads",
     "leaving": "leaving",
 }
@@ -52,7 +52,8 @@ def _table(state: RunState, timed: tuple[RankPace, ...], *, is_whole: bool) -> s
     )
     more = '<th scope="col">device</th>' if is_whole else ""
     return (
-        '<div class="scroll"><table class="ranks" aria-label="ranks"><thead><tr><th scope="col">rank</th>'
+        f'<div class="scroll"><table class="ranks{" whole" if is_whole else ""}" aria-label="ranks">'
+        '<thead><tr><th scope="col">rank</th>'
         f'<th scope="col">{_key(state, timed)}</th><th scope="col" class="figure">step</th>'
         f'<th scope="col" class="figure">samples/s</th><th scope="col" class="figure">memory</th>{more}'
         '<th scope="col"><span class="unseen">remarks</span></th></tr></thead>'

@@ -29,6 +29,11 @@ _LIGHT = "".join(
 # VS Code's mark.
 _UNMARKED = "body:not([data-jp-theme-light]):not(.vscode-light):not(.vscode-high-contrast-light)"
 
+_ARROW = (
+    "url(\"data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 20 20'%3E"
+    "%3Cpath d='M6 8l4 4 4-4' fill='none' stroke='%23888' stroke-width='1.6'/%3E%3C/svg%3E\")"
+)
+
 _COLOURS = "".join(
     [
         ".ddpnb{" + _LIGHT + "}",
@@ -39,6 +44,8 @@ _COLOURS = "".join(
         "--ddpnb-line:var(--jp-border-color2,var(--ddpnb-line-0));",
         "--ddpnb-page-now:var(--jp-layout-color1,var(--ddpnb-page));",
         "--ddpnb-well:rgba(128,128,128,.13);--ddpnb-grid:rgba(128,128,128,.24);",
+        # ipywidgets' own is black on dark pages too.
+        f"--jp-widgets-dropdown-arrow:{_ARROW};",
         "--ddpnb-bar:var(--jp-brand-color1,#1976d2);--ddpnb-data:#e69f00;--ddpnb-compute:#56b4e9;--ddpnb-others:#999}",
     ]
 )
@@ -82,7 +89,7 @@ _DRAWN = "".join(
         ".ddpnb svg{margin:8px 0 6px}",
         ".ddpnb pre{margin:10px 0 0;padding:7px 10px;border-radius:4px;background:var(--ddpnb-well);",
         "color:var(--ddpnb-ink);font:12px/1.45 var(--jp-code-font-family,monospace);",
-        "overflow:hidden;text-overflow:ellipsis}",
+        "overflow:hidden;text-overflow:ellipsis;word-break:normal;overflow-wrap:anywhere}",
         ".ddpnb pre.bad{border:1px solid var(--ddpnb-bad);background:none;max-height:340px;overflow:auto}",
         ".ddpnb .failure{margin:10px 0 0;padding:8px 12px 10px;border:1px solid var(--ddpnb-bad);border-radius:4px}",
         ".ddpnb .failure b{font-size:inherit}.ddpnb .failure pre{margin:4px 0;max-height:340px;overflow:auto}",
@@ -99,7 +106,7 @@ _DRAWN = "".join(
         ".ddpnb table.ranks thead :is(th){color:var(--ddpnb-soft)}",
         ".ddpnb table.ranks .figure{text-align:right}",
         ".ddpnb table.ranks tbody tr:is(:nth-child(odd),:nth-child(even),:hover){background:none}",
-        ".ddpnb .bars{width:60%}",
+        ".ddpnb .bars{width:60%}.ddpnb .whole .bars{width:36%}",
         ".ddpnb .split{display:flex;height:9px;border-radius:2px;overflow:hidden;background:var(--ddpnb-well)}",
         ".ddpnb .data{background:var(--ddpnb-data)}.ddpnb .compute{background:var(--ddpnb-compute)}",
         ".ddpnb .wait{background:var(--ddpnb-others)}",
@@ -113,6 +120,7 @@ _DRAWN = "".join(
 _SHOWN = "".join(
     [
         ".ddpnb:not(.is-live) .ddpnb-live-only,.ddpnb:not(.is-hung)>.ddpnb-hands{display:none}",
+        ".ddpnb:not(.is-live) .head{grid-column:1/-1}",
         ".ddpnb:not(.on-curves)>.ddpnb-chooser,.ddpnb:not(.on-output)>.ddpnb-tools.for-output,",
         ".ddpnb:not(.on-settings)>.ddpnb-tools.for-settings{display:none}",
     ]

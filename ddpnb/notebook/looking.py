@@ -26,6 +26,7 @@ _SCALES = (("linear", False), ("log", True))
 _AXES = (("by step", False), ("by time", True))
 _SMOOTHINGS = (("raw", 0.0), ("smooth", 0.6), ("smoother", 0.9), ("smoothest", 0.96))
 _NAME_LENGTH = 40
+_ALL = "all"  # ipywidgets takes None for nothing chosen
 
 
 class Eyes:
@@ -65,7 +66,7 @@ class Eyes:
             self._num_names = len(state.history)
             _offer(self._name, _names(state), chosen_name(state, self.aspect.lens))
         if len(state.ranks) != len(self._rank.options) - 1:  # nodes have met
-            _offer(self._rank, _ranks(state), self.aspect.rank)
+            _offer(self._rank, _ranks(state), _ALL if self.aspect.rank is None else self.aspect.rank)
 
     def say(self, words: str | None) -> None:
         """Show what could not be done, until something else is chosen."""
@@ -80,7 +81,8 @@ class Eyes:
         # A name that nobody chose follows what is logged: the loss may come second.
         name = self._name.value if self._name.value != chosen_name(self._state, lens) else lens.name
         lens = Lens(name, log=self._scale.value, by_time=self._axis.value, smoothing=self._smoothing.value)
-        rank, search = self._rank.value, self._search.value.strip()
+        rank = None if self._rank.value == _ALL else self._rank.value
+        search = self._search.value.strip()
         if rank != self.aspect.rank:
             self._link.value = ""
         self._turn(Aspect(self._tabs.value, lens, rank, search, stacks=self.aspect.stacks))
@@ -99,8 +101,8 @@ def _names(state: RunState) -> list[tuple[str, str]]:
     return [(cut(name, _NAME_LENGTH), name) for name in list(state.history)]
 
 
-def _ranks(state: RunState) -> list[tuple[str, int | None]]:
-    return [("all ranks", None), *((f"rank {each.rank}", each.rank) for each in state.ranks)]
+def _ranks(state: RunState) -> list[tuple[str, int | str]]:
+    return [("all ranks", _ALL), *((f"rank {each.rank}", each.rank) for each in state.ranks)]
 
 
 def _choice(options: Any, tooltip: str, **value: Any) -> widgets.Dropdown:

@@ -35,8 +35,9 @@ class Control:
         """What the page calls it."""
         self.widget: Any = None if isinstance(choice, Kept) else _widget(choice, self.words, meaning or name)
         """Where the value is chosen; None where there is nothing to choose."""
-        self.note: Any = widgets.HTML(layout={"display": "none"}) if isinstance(choice, Typed) else None
-        """What is wrong with what was typed, beside it."""
+        layout = {"display": "none", "margin": f"0 0 0 {_LABEL_WIDTH}"}
+        self.note: Any = widgets.HTML(layout=layout) if isinstance(choice, Typed) else None
+        """What is wrong with what was typed, below it."""
         self._exact: tuple[Any, Any] | None = None  # (what the widget has, the value that was meant by it)
         if isinstance(choice, (Range, Typed, Flag, Options)):
             self.value = choice.value

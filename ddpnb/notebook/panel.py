@@ -383,7 +383,7 @@ def _in_words(plan: Plan, values: Mapping[str, Any]) -> Iterator[str]:
     if kind == "GPU":
         yield ", ".join(plan.devices) if workers <= _LEAST_SLIDER else f"{plan.devices[0]} … {plan.devices[-1]}"
     else:
-        yield f"{words.count(plan.threads, 'thread')} each"
+        yield words.count(plan.threads, "thread") + (" each" if workers > 1 else "")
     batch_size = values.get("batch_size")
     if isinstance(batch_size, int):
         accumulate = values.get("accumulate", 1)

@@ -66,7 +66,8 @@ def trouble(label: str, text: str) -> str:
 
 
 def _head(state: RunState, now: float) -> Iterable[str]:
-    dot = f'<i class="dot" style="background:var(--ddpnb-{_HUES[state.status]})"></i>'
+    hue = "wait" if state.hung and state.ended is None else _HUES[state.status]
+    dot = f'<i class="dot" style="background:var(--ddpnb-{hue})"></i>'
     status = f'<span role="status" aria-live="polite">{escape(summary.status(state))}</span>'
     words = "".join(f" · {escape(word)}" for word in summary.place(state))
     yield f'<div class="head">{dot}<b>{escape(state.name)}</b> <span class="soft">{status}{words}</span></div>'

@@ -35,7 +35,7 @@ MOST_LINES = 8
 MOST_COMPANIONS = 3
 """Other names drawn beside the one that was chosen, at most."""
 
-_NAME_LENGTH = 12
+_NAME_LENGTH = 11
 """Characters of a name beside a line's end."""
 _SPLITS = frozenset(["train", "training", "val", "valid", "validation", "test", "eval", "evaluation", "dev"])
 

@@ -200,17 +200,17 @@ def _draw_mark(axes: Axes, mark: Mark, side: Literal["left", "right"] | None) ->
     if mark.kind == "saved":
         axes.plot(mark.place, 0, "^", color=_SOFT, markersize=4, clip_on=False, transform=axes.get_xaxis_transform())
         return
-    is_set, is_low, is_right = mark.kind == "setting", mark.kind == "epoch", side == "right"
+    is_set, is_epoch, is_right = mark.kind == "setting", mark.kind == "epoch", side == "right"
     axes.axvline(mark.place, color=_SET if is_set else _SOFT, linewidth=0.8, linestyle="-" if is_set else ":", zorder=1)
     if side:
         axes.annotate(
             mark.text,
-            (mark.place, 0.0 if is_low else 1.0),
+            (mark.place, 1.0),
             xycoords=axes.get_xaxis_transform(),
-            xytext=(3 if is_right else -3, 4 if is_low else -9),
+            xytext=(0, 3) if is_epoch else (3 if is_right else -3, -9),
             textcoords="offset points",
             ha="left" if is_right else "right",
-            size=6.5,
+            size=6,
             color=_SOFT,
             parse_math=False,
         )
@@ -247,7 +247,8 @@ def _frame(axes: Axes, shown: Curve, span: tuple[float, float], *, num_ticks: in
     bad = summary.bad_values(shown) or shown.trouble
     title = cut(title, 30 if num_ticks < 5 else 60)
     words = f"{title}   ({bad})" if bad else title
-    axes.set_title(words, loc="left", size=8, weight="bold", color=_BAD if bad else _INK, pad=6, parse_math=False)
+    pad = 12 if any(mark.kind == "epoch" for mark in shown.marks) else 6  # points; epochs are named below the title
+    axes.set_title(words, loc="left", size=8, weight="bold", color=_BAD if bad else _INK, pad=pad, parse_math=False)
 
 
 def _draw(axes: Axes, shown: Curve, *, scale: float) -> None:

@@ -89,7 +89,7 @@ _DRAWN = "".join(
         ".ddpnb svg{margin:8px 0 6px}",
         ".ddpnb pre{margin:10px 0 0;padding:7px 10px;border-radius:4px;background:var(--ddpnb-well);",
         "color:var(--ddpnb-ink);font:12px/1.45 var(--jp-code-font-family,monospace);",
-        "overflow:hidden;text-overflow:ellipsis;word-break:normal;overflow-wrap:anywhere}",
+        "overflow:hidden;white-space:pre-wrap;overflow-wrap:anywhere;word-break:normal}",
         ".ddpnb pre.bad{border:1px solid var(--ddpnb-bad);background:none;max-height:340px;overflow:auto}",
         ".ddpnb .failure{margin:10px 0 0;padding:8px 12px 10px;border:1px solid var(--ddpnb-bad);border-radius:4px}",
         ".ddpnb .failure b{font-size:inherit}.ddpnb .failure pre{margin:4px 0;max-height:340px;overflow:auto}",
@@ -126,6 +126,12 @@ _SHOWN = "".join(
     ]
 )
 
+# In a grey that shows on light and on dark pages; JupyterLab's own is black on both.
+_ARROW = (
+    "url(\"data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 10 6'%3E"
+    "%3Cpath d='M1 1l4 4 4-4' fill='none' stroke='%23888' stroke-width='1.4'/%3E%3C/svg%3E\")"
+)
+
 _WIDGETS = "".join(
     [
         ".ddpnb .jupyter-button{width:auto;min-width:0;height:26px;line-height:24px;margin:0 0 0 8px;padding:0 13px;",
@@ -146,6 +152,8 @@ _WIDGETS = "".join(
         ".ddpnb>.ddpnb-hands .jupyter-button:first-child{margin-left:0}",
         ".ddpnb>.ddpnb-chooser{justify-content:flex-end;z-index:1}",
         ".ddpnb .widget-dropdown{width:auto;margin:0 0 0 6px}",
+        ".ddpnb .widget-dropdown>select{background-image:" + _ARROW + ";background-size:10px;",
+        "background-repeat:no-repeat;background-position:right 5px center;padding-right:20px}",
         ".ddpnb .ddpnb-chooser .widget-dropdown>select{border:0;background-color:transparent;color:var(--ddpnb-soft);",
         "flex:none;width:auto;max-width:130px;height:26px;padding:0 20px 0 4px;font-size:13px}",
         ".ddpnb .ddpnb-chooser .widget-dropdown>select option{background:var(--ddpnb-page-now);color:var(--ddpnb-ink)}",

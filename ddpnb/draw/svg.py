@@ -24,8 +24,8 @@ STROKES = 150
 COMPANION_DASHES = ("5 3", "1.5 2.5", "8 3 2 3")
 """One for each companion; they have the ink's colour, which no rank has."""
 
-_WIDTH, _HEIGHT = 760, 262
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 104, 26, 26  # of the plot, to the edges of the picture
+_WIDTH, _HEIGHT = 760, 274
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 108, 38, 26  # of the plot, to the edges of the picture
 _LINE_HEIGHT = 14
 _LETTER = 6.1
 """Width of a letter of a mark, about."""
@@ -100,6 +100,7 @@ def svg(curve: Curve) -> str:
             *(_companion(place, other, axes) for place, other in enumerate(curve.companions)),
             *([f'<path class="m" d="{_path(curve.trend or curve.mean, axes)}"/>'] if curve.mean else []),
             *_ends(labels(curve), axes),
+            *_names(curve.marks, axes),
             "</svg>",
         ]
     )
@@ -125,18 +126,25 @@ def _grid(curve: Curve, axes: _Axes, heights: Sequence[float]) -> Iterable[str]:
 
 
 def _marks(marks: Sequence[Mark], axes: _Axes) -> Iterable[str]:
-    """A line from top to bottom each; epochs are named at the bottom, all else at the top, where there is room."""
+    """A line from top to bottom each; a checkpoint is a sign below the axis."""
     bottom = _HEIGHT - _BOTTOM
-    for mark, side in written(marks, axes.x, _LETTER, _WIDTH - _RIGHT):
+    for mark in marks:
         x = axes.x(mark.place)
         if mark.kind == "saved":
             yield f'<path class="saved" d="M{x:.1f} {bottom}l-4 7h8Z"><title>saved</title></path>'
-            continue
-        yield f'<path class="{mark.kind}" d="M{x:.1f} {_TOP}V{bottom}"/>'
+        else:
+            yield f'<path class="{mark.kind}" d="M{x:.1f} {_TOP}V{bottom}"/>'
+
+
+def _names(marks: Sequence[Mark], axes: _Axes) -> Iterable[str]:
+    """The marks' words where there is room: epochs above the curve, which ends low as a rule, all else in its top."""
+    named = (mark for mark in marks if mark.kind != "saved")
+    for mark, side in written(named, axes.x, _LETTER, _WIDTH - _RIGHT):
         if side:
-            anchor = f'x="{x + 4:.1f}"' if side == "right" else f'x="{x - 4:.1f}" text-anchor="end"'
-            y = bottom - 6 if mark.kind == "epoch" else _TOP + 9
-            yield f'<text class="k" {anchor} y="{y}">{escape(mark.text)}</text>'
+            away, y = (0, _TOP - 6) if mark.kind == "epoch" else (4, _TOP + 12)
+            x = axes.x(mark.place) + (away if side == "right" else -away)
+            anchor = "start" if side == "right" else "end"
+            yield f'<text class="k" x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(mark.text)}</text>'
 
 
 def _lines(curve: Curve, axes: _Axes) -> Iterable[str]:

@@ -35,6 +35,39 @@ def learn(epochs=5, batch_size=8, lr=0.01, clip_norm=None):
 panel = ddpnb.Panel(learn, lr=(1e-3, 1.0), epochs=(1, 100), run_dir="runs", nproc_per_node=1)
 panel
 """
+DIGITS = """
+%load_ext ddpnb
+import ddpnb, time, torch
+from sklearn.datasets import load_digits
+
+images, labels = load_digits(return_X_y=True)
+digits = torch.utils.data.TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
+
+def train(epochs=3, batch_size=32, lr=0.05):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    model = ddpnb.wrap(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    loader = ddpnb.loader(digits, batch_size, shuffle=True)
+    loop = ddpnb.Loop(model, optimizer, loader, epochs=epochs)
+    for inputs, targets in loop:
+        time.sleep(0.03)  # digits are small
+        loop.update(torch.nn.functional.cross_entropy(model(inputs), targets))
+    return loop.step
+
+panel = ddpnb.Panel(train, lr=(1e-3, 1.0), epochs=(1, 200), run_dir="runs", nproc_per_node=1)
+panel
+"""
+WHILE_PAUSED = """
+made = len(panel.run.history["loss"])
+panel.run.wait(2)  # as long as sixty steps
+print("steps made in the pause:", len(panel.run.history["loss"]) - made)
+"""
+AFTERWARDS = """
+run = panel.run
+steps = run.history.steps("loss").tolist()
+print("resumed at", run.state.resumed.step, "without a gap:", steps == list(range(len(steps))))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +76,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield running
 
 
-def open_panel(lab: Lab, name: str, *cells: str) -> Page:
+def open_panel(lab: Lab, name: str, *cells: str, panel: str = LEARN) -> Page:
     """A page whose first cell has shown the panel."""
-    lab.write(name, LEARN, *cells)
+    lab.write(name, panel, *cells)
     page = lab.open(name)
     command(page, "notebook:run-cell-and-select-next")
     expect(page.locator(".ddpnb-panel")).to_be_visible(timeout=60_000)
@@ -79,68 +112,100 @@ def picture(page: Page, name: str) -> None:
         page.screenshot(path=f"{SCREENSHOTS}/{name}.png")
 
 
-def step(page: Page) -> int:
-    """The step that the card shows, of those before and of this epoch."""
-    found = re.search(r"epoch (\d+)/\d+ · step (\d+)/(\d+)", page.locator(".ddpnb").first.inner_text())
-    assert found is not None
-    epoch, done, all_of_it = map(int, found.groups())
-    return (epoch - 1) * all_of_it + done
+def head(page: Page) -> str:
+    """What the card says of the run now."""
+    return page.locator(".ddpnb").first.inner_text()
 
 
-def test_a_run_is_chosen_by_keyboard_started_steered_stopped_and_resumed(lab: Lab) -> None:
-    page = open_panel(lab, "keys.ipynb", "print('was at', panel.run.result())")
-    card = page.locator(".ddpnb").first
+def steps_made(page: Page) -> int:
+    """Steps in the history, as the card counts them over all epochs."""
+    found = re.search(r"epoch (\d+)/\d+ · step (\d+)/(\d+)", head(page))
+    assert found, head(page)
+    epoch, step, per_epoch = map(int, found.groups())
+    return (epoch - 1) * per_epoch + step
 
+
+def wait_for_head(page: Page, pattern: str) -> None:
+    expect(page.locator(".ddpnb").first).to_contain_text(re.compile(pattern), timeout=60_000)
+
+
+def pixels(page: Page) -> bytes:
+    """The curve as it is painted."""
+    return page.locator(".ddpnb svg").first.screenshot()
+
+
+def test_a_run_is_chosen_watched_held_steered_stopped_resumed_and_stopped_from_a_reloaded_page(lab: Lab) -> None:
+    page = open_panel(lab, "story.ipynb", WHILE_PAUSED, AFTERWARDS, panel=DIGITS)
+
+    # ---- chosen by keyboard
     slider(page, "world size").press("ArrowRight")
-    expected = "ddpnb.launch(learn, epochs=5, batch_size=8, lr=0.01, clip_norm=None, nproc_per_node=2, run_dir='runs')"
-    expect(line(page)).to_have_text(expected)
-    slider(page, "lr").press("ArrowRight")
-    expect(line(page)).to_contain_text("lr=0.011,")
+    slider(page, "lr").press("ArrowLeft")
     slider(page, "epochs").press("End")
-    expect(line(page)).to_contain_text("epochs=100,")
-    expect(page.get_by_text("2 CPU workers · 1 thread each · global batch 16")).to_be_visible()
-    expect(button(page, "Resume")).to_be_disabled()
-    picture(page, "panel_chosen")
-
+    expect(line(page)).to_have_text(
+        re.compile(r"ddpnb\.launch\(train, epochs=200, batch_size=32, lr=0\.04\d*, nproc_per_node=2, run_dir='runs'\)")
+    )
     button(page, "Start").press("Enter")
 
-    expect(button(page, "Start")).to_be_disabled()
-    first = wait_for_another_curve(page, "")
-    wait_for_another_curve(page, first)
-    expect(card).to_contain_text("2 ranks")
-    picture(page, "panel_running")
+    # ---- watched: two ranks' curves, in pixels
+    wait_for_another_curve(page, "")
+    expect(page.locator(".ddpnb svg path.r")).to_have_count(2, timeout=60_000)
+    before = pixels(page)
+    wait_for_another_curve(page, wait_for_another_curve(page, ""))
+    assert before != pixels(page)
 
+    # ---- held
     button(page, "Pause").press("Enter")
-
-    expect(button(page, "Unpause")).to_be_visible()
-    held = step(page)
-    page.wait_for_timeout(1500)  # thirty steps, if any were made
-    assert held == step(page)
-    picture(page, "panel_paused")
+    expect(button(page, "Unpause")).to_be_visible(timeout=60_000)
+    wait_for_head(page, "paused")
+    held = steps_made(page)
+    run_cell(page, 1)
+    expect(page.get_by_text("steps made in the pause: 0")).to_be_visible(timeout=60_000)
+    picture(page, "story_paused")
+    assert held == steps_made(page)
 
     button(page, "Unpause").press("Enter")
-    slider(page, "lr").press("ArrowRight")
+    wait_for_another_curve(page, wait_for_another_curve(page, ""))
+    assert held < steps_made(page)
 
+    # ---- steered: another learning rate, and the mark where it changed
+    page.locator(".ddpnb").get_by_text("Settings", exact=True).click()
+    live = page.locator(".ddpnb .widget-slider", has=page.get_by_text("lr", exact=True)).get_by_role("slider")
+    live.press("ArrowLeft")
+    page.locator(".ddpnb").get_by_text("Curves", exact=True).click()
+    mark = page.locator(".ddpnb svg text", has_text=re.compile(r"lr 0\.045\d* → 0\.0[34]"))
+    expect(mark).to_be_visible(timeout=60_000)
+    slider(page, "lr").press("ArrowRight")  # the panel's own control does the same
+    wait_for_head(page, r"lr 0\.050")
     expect(page.get_by_text("lr: a change counts at once; all else for the next start")).to_be_visible()
-    expect(card).to_contain_text("lr 0.011 → 0.013", timeout=20_000)
-    picture(page, "panel_steered")
+    picture(page, "story_steered")
 
+    page.locator(".ddpnb").get_by_text("Output", exact=True).click()
+    expect(page.locator(".ddpnb .for-output select")).to_have_value("all ranks")
+    page.locator(".ddpnb").get_by_text("Curves", exact=True).click()
+
+    # ---- stopped with a checkpoint, resumed at the next step
     button(page, "Stop").press("Enter")
-
     expect(button(page, "Resume step")).to_be_enabled(timeout=60_000)
-    stopped_at = int(button(page, "Resume step").inner_text().split()[-1])
-    run_cell(page, 1)
-    expect(page.get_by_text(f"was at {stopped_at}")).to_be_visible()
-    assert stopped_at > held
-
+    saved_at = int(button(page, "Resume step").inner_text().split()[-1])
     button(page, "Resume step").press("Enter")
+    wait_for_head(page, f"resumed from step {saved_at}")
+    wait_for_another_curve(page, wait_for_another_curve(page, ""))
+    picture(page, "story_resumed")
 
-    expect(button(page, "Start")).to_be_disabled()
-    expect(card).to_contain_text(f"resumed from step {stopped_at}", timeout=60_000)
-    picture(page, "panel_resumed")
+    # ---- saved, reloaded, and stopped from the reloaded page
+    path = lab.folder / "story.ipynb"
+    save(page, path)
+    page.reload()
+    wait_for_another_curve(page, wait_for_another_curve(page, ""))
     button(page, "Stop").click()
-    expect(button(page, "Start")).to_be_enabled(timeout=60_000)
+    expect(button(page, "Resume step")).to_be_enabled(timeout=60_000)
+    run_cell(page, 2)
+    expect(page.get_by_text(f"resumed at {saved_at} without a gap: True")).to_be_visible(timeout=60_000)
+    picture(page, "story_end")
+    notebook = save(page, path)
     page.close()
+
+    assert "widgets" not in notebook.metadata
 
 
 def test_what_is_typed_wrong_is_refused_beside_it(lab: Lab) -> None:
@@ -160,23 +225,6 @@ def test_what_is_typed_wrong_is_refused_beside_it(lab: Lab) -> None:
     expect(page.get_by_text("'abc' is not a whole number", exact=True)).to_be_hidden()
     expect(button(page, "Start")).to_be_enabled()
     expect(line(page)).to_contain_text("batch_size=16")
-    page.close()
-
-
-def test_a_run_is_stopped_from_a_page_that_was_reloaded_in_its_midst(lab: Lab) -> None:
-    page = open_panel(lab, "reload.ipynb")
-    slider(page, "epochs").press("End")
-    button(page, "Start").click()
-    wait_for_another_curve(page, "")
-    save(page, lab.folder / "reload.ipynb")
-
-    page.reload()
-
-    before = wait_for_another_curve(page, "")
-    wait_for_another_curve(page, before)
-    button(page, "Stop").click()
-    expect(button(page, "Resume step")).to_be_enabled(timeout=60_000)
-    picture(page, "panel_reloaded")
     page.close()
 
 

@@ -372,6 +372,36 @@ def test_a_default_that_no_control_fits_is_kept_and_named() -> None:
     assert any("without a control: betas (tuple)" in text for text in texts_of(panel))
 
 
+@pytest.mark.parametrize(
+    ("default", "annotation"),
+    [(math.nan, nothing), (10**5000, nothing), (10**400, float), ("\ud800", str)],
+    ids=["nan", "thousands of digits", "no float", "no Unicode"],
+)
+def test_a_default_that_nobody_could_type_is_kept(default: Any, annotation: Any) -> None:
+    def train(x=default) -> None: ...  # type: ignore[no-untyped-def]
+
+    train.__annotations__["x"] = annotation
+
+    panel = ddpnb.Panel(train)
+
+    assert {} == panel.values
+    assert Kept(value=default, is_default=True) == panel.controls["x"].choice
+
+
+def test_a_range_beyond_all_numbers_of_a_page_is_refused() -> None:
+    with pytest.raises(ValueError, match="is no range"):
+        choice((1, 10**400))
+
+
+def test_arguments_that_are_no_words_of_python_are_spelled_so_that_the_line_can_be_run() -> None:
+    def train(**kwargs: object) -> None: ...
+
+    panel = ddpnb.Panel(train, nproc_per_node=2, **{"a b": 1, "class": "x", "lr": 0.5})
+
+    _, _, call = panel.code.partition("(train, ")
+    assert {"a b": 1, "class": "x", "lr": 0.5, "nproc_per_node": 2} == eval(f"dict({call}")
+
+
 def texts_of(panel: Any) -> list[str]:
     from ddpnb.notebook.comms import tree
 

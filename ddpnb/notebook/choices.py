@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -218,7 +219,7 @@ def _is_range(offered: tuple[Any, ...]) -> bool:
 def _range(offered: tuple[Any, ...], annotation: Any, default: Any) -> Range:
     low, high, *rest = offered
     step = rest[0] if rest else None
-    if not all(map(math.isfinite, offered)) or not low < high:
+    if not all(abs(bound) <= sys.float_info.max for bound in offered) or not low < high:
         raise ValueError(f"{offered!r} is no range: it is (min, max) or (min, max, step), with min below max")
     if step is not None and not 0 < step <= high - low:
         raise ValueError(f"{step!r} is no step from {low!r} to {high!r}; for a choice offer a list, {list(offered)!r}")
@@ -300,16 +301,29 @@ def _of_value(value: Any, annotation: Any, may_be_none: bool) -> Choice:
         case float() if math.isnan(value):
             return Kept(value=value, is_default=True)
         case int() if annotation is float:
-            return Typed(kind=float, value=float(value), may_be_none=may_be_none)
+            return _typed(float, value, may_be_none)
         case int() | float() | str():
             kind = int if isinstance(value, int) else float if isinstance(value, float) else str
-            return Typed(kind=kind, value=value, may_be_none=may_be_none)
+            return _typed(kind, value, may_be_none)
         case Integral() | Real() if hasattr(value, "item"):  # NumPy's
             return _of_value(value.item(), annotation, may_be_none)
         case None if annotation is bool:
             return _options([("None", None), ("False", False), ("True", True)], None)
         case None if annotation is nothing or annotation in (int, float, str):
             return Typed(kind=None if annotation is nothing else annotation, value=None, may_be_none=True)
+    return Kept(value=value, is_default=True)
+
+
+def _typed(kind: type[int] | type[float] | type[str], value: Any, may_be_none: bool) -> Typed | Kept:
+    """A field with `value` in it; nothing to choose where it could not be typed in: nan, or 10**5000."""
+    try:
+        typed = Typed(kind=kind, value=kind(value), may_be_none=may_be_none)
+        text = write(typed, typed.value)
+        text.encode()  # a page cannot have half of a surrogate pair
+        if same(typed.value, read(typed, text)):
+            return typed
+    except (ValueError, OverflowError):
+        pass
     return Kept(value=value, is_default=True)
 
 

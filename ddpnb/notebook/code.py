@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from enum import Enum
+from keyword import iskeyword
 from typing import Any
 
 from ..plan import Options
@@ -32,11 +33,17 @@ def line(
     """
     call = [spelled(function, getattr(function, "__name__", "function"))]
     call += [spelled(value, name) for name, value in args.items()]
-    call += [f"{name}={spelled(value, name)}" for name, value in kwargs.items()]
+    call += [_named(name, spelled(value, name)) for name, value in kwargs.items()]
     asked = [f"{name}={spelled(value, name)}" for name, value in options.items()]
     if collides(function, kwargs):
         return f"ddpnb.Launcher({', '.join(asked)})({', '.join(call)})"
     return f"ddpnb.launch({', '.join([*call, *asked])})"
+
+
+def _named(name: str, value: str) -> str:
+    """A keyword argument, whatever it is called: a function's **kwargs take any name."""
+    is_plain = name.isidentifier() and not iskeyword(name)
+    return f"{name}={value}" if is_plain else f"**{{{name!r}: {value}}}"
 
 
 def collides(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:

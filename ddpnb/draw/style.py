@@ -57,8 +57,8 @@ _GRID = "".join(
         "box-sizing:border-box;max-width:780px;margin:4px 0;padding:12px 14px 14px;overflow:visible;",
         "border:1px solid var(--ddpnb-line);border-radius:6px;background:var(--ddpnb-page-now);color:var(--ddpnb-ink);",
         "font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums;",
-        'grid-template-areas:"head buttons" "bar bar" "facts facts" "hung hung" "hands hands" "tabs chooser" ',
-        '"tools tools" "body body" "foot foot"}',
+        'grid-template-areas:"head buttons" "acts acts" "bar bar" "facts facts" "hung hung" "hands hands" ',
+        '"tabs chooser" "tools tools" "body body" "foot foot"}',
         ".ddpnb>.ddpnb-live,.ddpnb>.ddpnb-live>.widget-html-content{display:contents}",
         ".ddpnb>.ddpnb-style{display:none}",
         ".ddpnb>.ddpnb-live>.widget-html-content{line-height:1.5}",
@@ -68,10 +68,7 @@ _GRID = "".join(
         ),
         *(f".ddpnb>.ddpnb-{part}{{grid-area:{part}}}" for part in ("buttons", "hands", "tabs", "chooser", "tools")),
         ".ddpnb>.widget-box,.ddpnb>.jupyter-widgets{margin:0}",
-        # On a narrow page the chooser has a row of its own: that of the tools, which other tabs have.
         ".ddpnb.widget-vbox{container-type:inline-size}",
-        "@container(max-width:600px){.ddpnb>.ddpnb-chooser{grid-area:tools;justify-content:flex-start!important}",
-        ".ddpnb .head{white-space:normal}}",
     ]
 )
 
@@ -150,7 +147,8 @@ _WIDGETS = "".join(
         "color:var(--ddpnb-ink)}",
         ".ddpnb>.ddpnb-buttons{justify-content:flex-end}",
         ".ddpnb>.ddpnb-hands .jupyter-button:first-child{margin-left:0}",
-        ".ddpnb>.ddpnb-chooser{justify-content:flex-end;z-index:1}",
+        # Across both columns: or its width would be taken from the head.
+        ".ddpnb>.ddpnb-chooser{grid-column:1/-1;grid-row:tabs;justify-self:end;z-index:1}",
         ".ddpnb .widget-dropdown{width:auto;margin:0 0 0 6px}",
         ".ddpnb .widget-dropdown>select{background-image:" + _ARROW + ";background-size:10px;",
         "background-repeat:no-repeat;background-position:right 5px center;padding-right:20px}",
@@ -163,5 +161,19 @@ _WIDGETS = "".join(
     ]
 )
 
-STYLE = f"<style>{_COLOURS}{_GRID}{_DRAWN}{_SHOWN}{_WIDGETS}{SVG_STYLE}</style>"
+# After all others, which they take back.
+_NARROW = "".join(
+    [
+        # The chooser has a row of its own: that of the tools, which other tabs have.
+        "@container(max-width:600px){.ddpnb>.ddpnb-chooser{grid-area:tools;justify-self:start;flex-wrap:wrap;",
+        "height:auto}.ddpnb .head{white-space:normal}}",
+        # As narrow as a phone, the buttons have one too, and the curve is moved under a window.
+        "@container(max-width:420px){.ddpnb .head{grid-column:1/-1}",
+        ".ddpnb>.ddpnb-buttons{grid-area:acts;justify-self:start;margin:0 0 4px -8px}",
+        ".ddpnb .ddpnb-tabs .widget-toggle-button{margin-right:10px}",
+        ".ddpnb .body{overflow-x:auto}.ddpnb svg{min-width:480px}}",
+    ]
+)
+
+STYLE = f"<style>{_COLOURS}{_GRID}{_DRAWN}{_SHOWN}{_WIDGETS}{SVG_STYLE}{_NARROW}</style>"
 """The element that a card has once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 import xml.etree.ElementTree as ElementTree
 from array import array
 from base64 import b64decode
@@ -559,6 +560,26 @@ def test_what_a_user_wrote_is_never_markup() -> None:
     for page in (*cards, draw.last_page(state, b"png"), draw.trouble(evil, evil), download(state, None)):
         assert "<script" not in page
         ElementTree.fromstring(f"<page>{page}</page>")
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # pytest's filters replace ours
+@pytest.mark.parametrize(
+    "odd", ["\ud800", "x" * 1_000_000, "\0\x1b[31m", "损失"], ids=["half a pair", "long", "control", "Chinese"]
+)
+def test_no_text_of_a_user_is_more_than_a_page_can_have(odd: str) -> None:
+    messages = [metrics(0, odd, [1.0, nan]), output(0, odd + "\n"), Noted(time=0.0, text=odd), raised(0, odd)]
+    messages += [progress(0, 0, 1, 2, odd), Applied(rank=0, time=1.0, name=odd, before=odd, value=odd, step=1)]
+    running = folded(1, [*messages[:3], *messages[4:]], name=odd)
+    ended = fold(folded(1, messages, name=odd), Ended(time=2.0, problem=None))
+
+    for state in (running, ended):
+        cards = [draw.card(state, 1.0, Aspect(tab=tab, search=odd, said=odd, stacks=odd)) for tab in get_args(Tab)]
+        for page in (*cards, draw.last_page(state, b"png"), draw.trouble("run", odd[:100])):
+            assert len(page.encode()) < 120_000
+        assert len(draw.text_card(state, 1.0)) + len(draw.line(state, 1.0)) + len(draw.label(odd, 1)) < 60_000
+        with warnings.catch_warnings(record=True) as warned:
+            assert png(state)
+        assert not warned
 
 
 def test_a_name_with_mathematics_in_it_is_drawn_as_it_is() -> None:

@@ -15,7 +15,7 @@ from ..state import RunState
 from . import summary
 from .aspect import Aspect
 from .curves import main_name
-from .words import count, cut, number
+from .words import NAME_LENGTH, NOTE_LENGTH, count, cut, number, whole
 
 _LENGTH = 20_000
 """Characters shown of a traceback; `run.result()` raises all of it."""
@@ -36,11 +36,11 @@ def failure(state: RunState) -> Iterable[str]:
     found = autopsy(state)
     yield f'<div class="failure" role="alert"><div class="bad-word"><b>{escape(cut(found.headline, 2000))}</b></div>'
     if found.place and found.source:
-        yield f"<pre>{escape(found.place)}: <b>{escape(found.source)}</b></pre>"
+        yield f"<pre>{escape(found.place)}: <b>{escape(cut(found.source, NOTE_LENGTH))}</b></pre>"
     if found.cure:
         yield f"<div>Likely cause: {escape(found.cure.cause)}</div><div>What helps: {escape(found.cure.cure)}</div>"
     if found.values:
-        yield f'<div class="soft">Last values: {escape("; ".join(found.values))}</div>'
+        yield f'<div class="soft">Last values: {escape(cut("; ".join(found.values), NOTE_LENGTH))}</div>'
     if found.details:
         yield f'<details open=""><summary>Traceback</summary><pre>{escape(cut(found.details, _LENGTH))}</pre></details>'
     if found.others:
@@ -63,11 +63,11 @@ def hanging(state: RunState, aspect: Aspect) -> Iterable[str]:
 def last_page(state: RunState, picture: bytes) -> str:
     """What a page shows once a run has failed: its figure and its report, by themselves, without style or script."""
     name = main_name(state)
-    words = f"{state.name}, {summary.status(state)}"
+    words = f"{cut(state.name, NAME_LENGTH)}, {summary.status(state)}"
     if name:
-        words += f": {name} {number(summary.newest(state, name))}"
+        words += f": {cut(name, NAME_LENGTH)} {number(summary.newest(state, name))}"
     source = f"data:image/png;base64,{b64encode(picture).decode()}"
     image = (
         f'<img alt="{escape(words)}" width="760" src="{source}"/>' if state.history else f"<div>{escape(words)}</div>"
     )
-    return image + "".join(failure(state))
+    return whole(image + "".join(failure(state)))

@@ -19,7 +19,7 @@ from .curves import chosen_name, curve
 from .output import last_lines, output_tab
 from .ranks import ranks_below, ranks_tab
 from .svg import STROKES, svg
-from .words import count, setting
+from .words import NAME_LENGTH, NOTE_LENGTH, count, cut, setting, whole
 
 _NUM_NOTES = 4
 _NUM_CHANGES = 10
@@ -49,20 +49,19 @@ def card(state: RunState, now: float, aspect: Aspect = AT_FIRST) -> str:
     """
     tab = "".join(_tab(state, now, aspect))
     foot = "".join([*_said(aspect), *_kept(state), *_notes(state), *failure(state)])
-    return "".join(
-        [
-            *_head(state, now),
-            *hanging(state, aspect),
-            f'<div class="body" role="tabpanel" aria-label="{aspect.tab}">{tab}</div>',
-            f'<div class="foot">{foot}</div>',
-        ]
-    )
+    parts = [
+        *_head(state, now),
+        *hanging(state, aspect),
+        f'<div class="body" role="tabpanel" aria-label="{aspect.tab}">{tab}</div>',
+        f'<div class="foot">{foot}</div>',
+    ]
+    return whole("".join(parts))
 
 
 def trouble(label: str, text: str) -> str:
     """In place of a card that could not be drawn, and why."""
     said = f"{label}: the live view has failed; the run goes on, run.result() waits for it"
-    return f'<div class="body"><div>{escape(said)}</div><pre class="bad">{escape(text)}</pre></div>'
+    return whole(f'<div class="body"><div>{escape(said)}</div><pre class="bad">{escape(text)}</pre></div>')
 
 
 def _head(state: RunState, now: float) -> Iterable[str]:
@@ -70,7 +69,8 @@ def _head(state: RunState, now: float) -> Iterable[str]:
     dot = f'<i class="dot" style="background:var(--ddpnb-{hue})"></i>'
     status = f'<span role="status" aria-live="polite">{escape(summary.status(state))}</span>'
     words = "".join(f" · {escape(word)}" for word in summary.place(state))
-    yield f'<div class="head">{dot}<b>{escape(state.name)}</b> <span class="soft">{status}{words}</span></div>'
+    name = escape(cut(state.name, NAME_LENGTH))
+    yield f'<div class="head">{dot}<b>{name}</b> <span class="soft">{status}{words}</span></div>'
     done = summary.fraction(state)
     if done is not None:
         hue = "bad" if state.status == "failed" else "bar"
@@ -108,7 +108,7 @@ def _curves(state: RunState, now: float, aspect: Aspect) -> Iterable[str]:
         yield f'<div class="soft">{escape(" · ".join(others) + mean)}</div>'
     if shown:
         for words in filter(None, (summary.bad_values(shown), shown.trouble)):
-            yield f'<div class="bad-word">{escape(shown.name)}: {words}</div>'
+            yield f'<div class="bad-word">{escape(cut(shown.name, NAME_LENGTH))}: {words}</div>'
 
 
 def _waiting(state: RunState, now: float) -> str:
@@ -126,13 +126,13 @@ def _settings(state: RunState) -> Iterable[str]:
         yield '<code>ddpnb.setting("lr", 0.1)</code> in the function another</div>'
     for change in reversed(state.applied[-_NUM_CHANGES:]):
         before = "" if change.before is None else f"{setting(change.before)} "
-        words = f"{change.name} {before}→ {setting(change.value)} from step {change.step:,} on"
+        words = f"{cut(change.name, NAME_LENGTH)} {before}→ {setting(change.value)} from step {change.step:,} on"
         yield f'<div class="soft">{escape(words)}</div>'
 
 
 def _said(aspect: Aspect) -> Iterable[str]:
     if aspect.said:
-        yield f'<div class="bad-word" role="alert">{escape(aspect.said)}</div>'
+        yield f'<div class="bad-word" role="alert">{escape(cut(aspect.said, NOTE_LENGTH))}</div>'
 
 
 def _kept(state: RunState) -> Iterable[str]:
@@ -143,4 +143,4 @@ def _kept(state: RunState) -> Iterable[str]:
 
 def _notes(state: RunState) -> Iterable[str]:
     for note in state.notes[-_NUM_NOTES:]:
-        yield f'<div class="soft">note: {escape(note)}</div>'
+        yield f'<div class="soft">note: {escape(cut(note, NOTE_LENGTH))}</div>'

@@ -8,9 +8,11 @@ Runs in: kernel
 
 from __future__ import annotations
 
+import re
 import struct
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -19,6 +21,7 @@ from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 from ..state import RunState
@@ -28,7 +31,7 @@ from .lens import PLAIN, Lens
 from .marks import Mark, written
 from .palette import look
 from .svg import COMPANION_DASHES
-from .words import cut, number, tick
+from .words import NAME_LENGTH, NOTE_LENGTH, cut, number, tick, whole
 
 _STROKES = 300
 _NUM_NOTES = 3
@@ -39,6 +42,7 @@ _DPI = 100  # at which a pixel of the figure is one of the page
 _SHARP = 2  # pixels of the picture to a pixel of the page
 _MOST_DOTS = 40
 _LETTER = 5.0  # pixels, of a mark
+_SMALL_NAME = 24  # characters, of a small panel's name
 _COLOURS = 64  # thin lines on white need no more, and it makes a third of the bytes
 
 # Of the figure: left, bottom, width, height.
@@ -52,6 +56,9 @@ _ROW_INCHES = 0.157
 _HEAD_INCHES = 0.59
 
 _INK, _SOFT, _LINE, _BAD, _SET = "#1f1f1f", "#616161", "#e4e4e4", "#c62828", "#1976d2"
+
+# A name in Chinese is drawn as boxes; that is seen, and needs no warning in the user's cell for each letter.
+warnings.filterwarnings("ignore", r"(?s)Glyph \d+ .*missing from", UserWarning, re.escape(__name__))
 
 # Pictures are made in the views' thread and in cells, and matplotlib's caches know no threads.
 _one_at_a_time = threading.Lock()
@@ -73,12 +80,19 @@ def figure(state: RunState, now: float | None = None, lens: Lens = PLAIN) -> Fig
         now: Monotonic time, for what has elapsed; None reads the clock.
         lens: What is drawn large, and how.
     """
+    drawn = _drawn(state, time.monotonic() if now is None else now, lens)
+    for text in drawn.findobj(Text):
+        text.set_text(whole(text.get_text()))
+    return drawn
+
+
+def _drawn(state: RunState, now: float, lens: Lens) -> Figure:
     shown = _curves(state, lens)
     said, foot = ([], _foot(state)) if shown else (_said(state), [])
     width, height = _INCHES
     size = (width, height + _ROW_INCHES * len(foot) if shown else _HEAD_INCHES + _ROW_INCHES * (len(said) + 0.5))
     drawn = RunFigure(figsize=size, dpi=_DPI, facecolor="white")
-    _head(drawn, state, time.monotonic() if now is None else now)
+    _head(drawn, state, now)
     if not shown:
         _say(drawn, state, said)
         return drawn
@@ -142,7 +156,9 @@ def _head(drawn: Figure, state: RunState, now: float) -> None:
 
 def _foot(state: RunState) -> list[str]:
     """What the curves do not tell, each in a line or two."""
-    return [line for note in state.notes[-_NUM_NOTES:] for line in wrap(f"note: {note}", _FOOT_WIDTH)[:2]]
+    return [
+        line for note in state.notes[-_NUM_NOTES:] for line in wrap(f"note: {cut(note, NOTE_LENGTH)}", _FOOT_WIDTH)[:2]
+    ]
 
 
 def _above(drawn: Figure, box: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
@@ -177,7 +193,7 @@ def _alone(shown: Curve) -> tuple[float, float, float, float]:
 
 
 def _plot_main(axes: Axes, shown: Curve) -> None:
-    _frame(axes, shown, shown.span, num_ticks=5, title=shown.name)
+    _frame(axes, shown, shown.span, num_ticks=5, title=cut(shown.name, NAME_LENGTH))
     right, _ = axes.transAxes.transform((1, 0))
     for mark, side in written(shown.marks, lambda place: axes.transData.transform((place, 1))[0], _LETTER, right):
         _draw_mark(axes, mark, side)
@@ -224,7 +240,7 @@ def _draw_companion(axes: Axes, other: Companion, dash: str) -> None:
 
 
 def _plot_small(axes: Axes, shown: Curve, span: tuple[float, float]) -> None:
-    _frame(axes, shown, span, num_ticks=2, title=f"{shown.name}  {number(shown.newest)}")
+    _frame(axes, shown, span, num_ticks=2, title=f"{cut(shown.name, _SMALL_NAME)}  {number(shown.newest)}")
     _draw(axes, shown, scale=0.75)
 
 

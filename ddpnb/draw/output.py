@@ -13,7 +13,7 @@ from ..state import RankState, RunState
 from . import summary
 from .aspect import Aspect
 from .palette import look
-from .words import count
+from .words import NAME_LENGTH, count, cut
 
 FEW_LINES = 5
 """Lines below the curve."""
@@ -51,7 +51,7 @@ def output_tab(state: RunState, aspect: Aspect) -> Iterable[str]:
 
 def _found(ranks: list[RankState], search: str) -> Iterable[str]:
     found = [(each.rank, line) for each in ranks for line in matches(each.output.text(), search)]
-    yield f'<div class="soft">{count(len(found), "line")} with “{escape(search)}”</div>'
+    yield f'<div class="soft">{count(len(found), "line")} with “{escape(cut(search, NAME_LENGTH))}”</div>'
     if found:
         yield _block(_row(rank, summary.clean(line)) for rank, line in found[-_MANY_LINES:])
 

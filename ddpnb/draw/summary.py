@@ -18,7 +18,7 @@ from ..report import report
 from ..series import Series
 from ..state import RankState, RunState
 from .curves import Curve, mean
-from .words import count, cut, duration, number, path, rate
+from .words import NAME_LENGTH, count, cut, duration, number, path, rate
 
 _RATE_POINTS = 200
 """Newest points that the speed is measured over."""
@@ -108,7 +108,7 @@ def facts(state: RunState, now: float) -> list[str]:
 def values(state: RunState, *, but: Collection[str | None] = (), limit: int = 6) -> list[str]:
     """The newest values, meaned over the ranks: ["accuracy 0.930", "lr 0.100"]; those in `but` are drawn already."""
     names = [name for name in list(state.history) if name not in but]
-    shown = [f"{name} {number(newest(state, name))}" for name in names[:limit]]
+    shown = [f"{cut(name, NAME_LENGTH)} {number(newest(state, name))}" for name in names[:limit]]
     return shown + [f"and {len(names) - limit} more"] * (len(names) > limit)
 
 
@@ -172,7 +172,7 @@ def _loop(loop: Progress, *, is_inner: bool) -> str:
     # An outer loop is in its next item while another runs inside; after its last, the inner one is still listed.
     done = loop.done if is_inner or loop.done == loop.total else loop.done + 1
     where = f"{done:,}" if loop.total is None else f"{done:,}/{loop.total:,}"
-    return f"{loop.description} {where}".strip()
+    return f"{cut(loop.description, NAME_LENGTH)} {where}".strip()
 
 
 def _left(state: RunState, now: float) -> float | None:

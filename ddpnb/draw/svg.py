@@ -16,7 +16,7 @@ from math import log10
 from .curves import Band, Companion, Curve, Label, Line, columns, corners, labels, rows, spread
 from .marks import Mark, written
 from .palette import DASHES, LIGHT, look
-from .words import count, cut, number, tick
+from .words import NAME_LENGTH, count, cut, number, tick
 
 STROKES = 150
 """Strokes drawn of each rank: with two points each, and some ten bytes a point, four ranks are 13 kB."""
@@ -93,7 +93,7 @@ def svg(curve: Curve) -> str:
         [
             f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" xmlns="http://www.w3.org/2000/svg">',
             *_words(curve),
-            f'<text class="n" x="{_LEFT}" y="13">{escape(cut(curve.name, 90))}</text>',
+            f'<text class="n" x="{_LEFT}" y="13">{escape(cut(curve.name, NAME_LENGTH))}</text>',
             *_grid(curve, axes, heights),
             *_marks(curve.marks, axes),
             *_lines(curve, axes),
@@ -109,7 +109,7 @@ def svg(curve: Curve) -> str:
 def _words(curve: Curve) -> Iterable[str]:
     (first, last), (low, high) = curve.span, curve.values
     unit = "second" if curve.lens.by_time else "step"
-    yield f"<title>{escape(curve.name)} of {count(len(curve.lines), 'rank')}</title>"
+    yield f"<title>{escape(cut(curve.name, NAME_LENGTH))} of {count(len(curve.lines), 'rank')}</title>"
     ends = ", ".join(label.text for label in labels(curve))
     span = f"from {unit} {first:,.0f} on between {number(low)} and {number(high)}"
     marks = "".join(f"; {mark.text}" for mark in curve.marks if mark.kind != "epoch")

@@ -10,7 +10,7 @@ import numpy as np
 from ..state import RunState
 from . import summary
 from .curves import curve, main_name
-from .words import count, number
+from .words import NAME_LENGTH, NOTE_LENGTH, count, cut, number
 
 _WIDTH = 40
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -18,14 +18,14 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 def label(name: str, world_size: int) -> str:
     """One line that stays the same from launch to end, so that a saved notebook can be compared with a new run."""
-    return f"<ddpnb run {name!r}: {count(world_size, 'rank')}>"
+    return f"<ddpnb run {cut(name, NAME_LENGTH)!r}: {count(world_size, 'rank')}>"
 
 
 def line(state: RunState, now: float) -> str:
     """All that is going on in one line."""
     name = main_name(state)
-    value = [f"{name} {number(summary.newest(state, name))}"] if name else []
-    return " · ".join([f"{state.name}: {summary.status(state)}", *summary.facts(state, now), *value])
+    value = [f"{cut(name, NAME_LENGTH)} {number(summary.newest(state, name))}"] if name else []
+    return " · ".join([f"{cut(state.name, NAME_LENGTH)}: {summary.status(state)}", *summary.facts(state, now), *value])
 
 
 def text_card(state: RunState, now: float) -> str:
@@ -40,7 +40,7 @@ def text_card(state: RunState, now: float) -> str:
     done = summary.fraction(state)
     facts = " · ".join(summary.facts(state, now))
     name = main_name(state)
-    rows = [f"● {state.name}  {' · '.join([summary.status(state), *summary.place(state)])}"]
+    rows = [f"● {cut(state.name, NAME_LENGTH)}  {' · '.join([summary.status(state), *summary.place(state)])}"]
     rows += [facts if done is None else f"{_bar(done)}  {facts}"]
     rows += _curve(state, name) if name else []
     others = summary.values(state, but=(name,))
@@ -48,7 +48,7 @@ def text_card(state: RunState, now: float) -> str:
     kept = summary.kept(state)
     rows += [" · ".join(kept)] if kept else []
     rows += [f"{rank}│ {text}" for rank, text in summary.last_lines(state, 8).lines]
-    rows += [f"note: {note}" for note in state.notes]
+    rows += [f"note: {cut(note, NOTE_LENGTH)}" for note in state.notes]
     failure = summary.failure(state)
     return "\n".join([*rows, *([failure] if failure else [])])
 
@@ -72,9 +72,6 @@ def _curve(state: RunState, name: str) -> list[str]:
     rows = []
     if not shown.is_empty:
         means = [value for _, value in shown.mean] or [stroke.mean for stroke in shown.lines[0].strokes]
-        rows = (
-            [f"{sparkline(means, _WIDTH):{_WIDTH}}  {name} {number(means[0])} → {number(shown.newest)}"]
-            if means
-            else []
-        )
+        words = f"{cut(name, NAME_LENGTH)} {number(means[0])} → {number(shown.newest)}" if means else ""
+        rows = [f"{sparkline(means, _WIDTH):{_WIDTH}}  {words}"] if means else []
     return [*rows, *([bad] if bad else [])]

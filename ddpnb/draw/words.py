@@ -18,6 +18,11 @@ from math import floor, isfinite, log10
 
 from ..messages import Setting
 
+NAME_LENGTH = 60
+"""Characters shown of a name that a user gave: nobody reads more, and a view is drawn twice a second."""
+NOTE_LENGTH = 1000
+"""Characters shown of a sentence with such names in it."""
+
 
 def duration(seconds: float) -> str:
     """Hours, minutes and seconds, as a clock shows them."""
@@ -78,6 +83,13 @@ def seconds(length: float) -> str:
 def size(num_bytes: int) -> str:
     """An amount of memory."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"
+
+
+def whole(text: str) -> str:
+    """The text as a page and a picture can have it: a ? for each half of a surrogate pair, of which Python keeps some
+    in names of files and in what was decoded badly.
+    """
+    return text.encode(errors="replace").decode()
 
 
 def cut(text: str, length: int) -> str:

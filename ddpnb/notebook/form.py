@@ -13,6 +13,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from ..draw.words import cut, whole
 from .choices import Kept
 from .controls import Control
 
@@ -40,6 +41,9 @@ border:0;background:none;padding:0}
 </style>"""
 """The last rule takes away the figure below while there is a living panel, which has it in its card."""
 
+
+_LENGTH = 20_000
+"""Characters shown of what a launch came to nothing for."""
 
 _LINE = '<code class="line" role="textbox" aria-readonly="true" aria-label="the same in code" tabindex="0">{}</code>'
 
@@ -97,10 +101,12 @@ class Form:
         for control in self._controls:
             control.show_error()
         self._line.value = _LINE.format(escape(code or "…"))
-        said = [f'<span class="{"soft" if code else "bad"}">{escape(meaning)}</span>']
+        said = [f'<span class="{"soft" if code else "bad"}">{escape(whole(meaning))}</span>']
         said += [f'<span class="soft">{escape(hint)}</span>'] if hint else []
         self._meaning.value = f'<div role="status">{"<br>".join(said)}</div>'
-        self._trouble.value = f'<pre class="bad" role="alert">{escape(trouble)}</pre>' if trouble else ""
+        self._trouble.value = (
+            f'<pre class="bad" role="alert">{escape(whole(cut(trouble, _LENGTH)))}</pre>' if trouble else ""
+        )
         self.start.disabled = is_busy or code is None
         self.resume.disabled = is_busy or code is None or resumable is None
         self.resume.description = "Resume" if resumable is None else f"Resume step {resumable:,}"
@@ -115,7 +121,7 @@ def _button(words: str, meaning: str, press: Callable[[], None], **looks: Any) -
 
 def _grid(controls: list[Control]) -> Any:
     boxes = [control.box() for control in controls if control.widget is not None]
-    layout = {"grid_template_columns": "repeat(auto-fit, minmax(290px, 1fr))", "grid_gap": "0 24px"}
+    layout = {"grid_template_columns": "repeat(auto-fit, minmax(min(290px, 100%), 1fr))", "grid_gap": "0 24px"}
     return widgets.GridBox(boxes, layout=layout)
 
 

@@ -17,7 +17,7 @@ from ..draw import output
 from ..draw.aspect import AT_FIRST, Aspect
 from ..draw.curves import chosen_name
 from ..draw.lens import Lens
-from ..draw.words import cut
+from ..draw.words import cut, whole
 from ..state import RunState
 from .clicks import enqueue
 
@@ -98,7 +98,7 @@ class Eyes:
 
 
 def _names(state: RunState) -> list[tuple[str, str]]:
-    return [(cut(name, _NAME_LENGTH), name) for name in list(state.history)]
+    return [(whole(cut(name, _NAME_LENGTH)), name) for name in list(state.history)]
 
 
 def _ranks(state: RunState) -> list[tuple[str, int | str]]:

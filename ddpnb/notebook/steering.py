@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import ipywidgets as widgets
 
-from ..draw.words import cut
+from ..draw.words import cut, whole
 from ..messages import Saved, Setting
 from ..state import RunState
 from .clicks import enqueue
@@ -213,7 +213,7 @@ class Settings:
 
 def _box(name: str, value: Setting) -> Any:
     """A widget that fits a value: a slider of magnitudes for a rate, else a field."""
-    look = {"description": cut(name, 30), "style": _STYLE}
+    look = {"description": whole(cut(name, 30)), "style": _STYLE}
     if isinstance(value, bool):
         return widgets.Checkbox(value=value, indent=False, **look)
     if isinstance(value, int):

@@ -178,7 +178,10 @@ def refuse_collisions(function: Callable[..., Any], options: Mapping[str, Any]) 
 def check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse what cannot be called so: no function, or arguments that do not fit it."""
     if not callable(function):
-        raise TypeError(f"launch takes a function, not {function!r} ({type(function).__name__}); did you call it?")
+        raise TypeError(
+            f"launch takes a function, but got {_kind(function)}. Did you call it? launch(train, 5), not "
+            "launch(train(5))"
+        )
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         kind = "coroutine" if inspect.iscoroutinefunction(function) else "generator"
         raise TypeError(f"{_name(function)} is a {kind} function: calling it would do nothing; launch a plain function")
@@ -191,6 +194,14 @@ def check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{_name(function)}{signature}: {error}{_hint(signature, args, kwargs)}") from None
+
+
+def _kind(value: object) -> str:
+    """What it is, without its contents: weights have thousands of characters."""
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 
 def _hint(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -94,8 +94,21 @@ def test_a_bad_option_is_refused_before_any_process_starts(
 
 
 BAD_CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "no function": (lambda: ddpnb.launch(3), TypeError, "launch takes a function, not 3 (int); did you call it?"),  # type: ignore[arg-type]
-    "a called function": (lambda: ddpnb.launch(train()), TypeError, "did you call it?"),  # type: ignore[arg-type,func-returns-value]
+    "no function": (
+        lambda: ddpnb.launch(3),  # type: ignore[arg-type]
+        TypeError,
+        "launch takes a function, but got an int. Did you call it? launch(train, 5), not launch(train(5))",
+    ),
+    "a called function": (
+        lambda: ddpnb.launch(train()),  # type: ignore[arg-type,func-returns-value]
+        TypeError,
+        "launch takes a function, but got None. Did you call it?",
+    ),
+    "a called function that returns much": (
+        lambda: ddpnb.launch({"weight": list(range(10_000))}),  # type: ignore[arg-type]
+        TypeError,
+        "launch takes a function, but got a dict. Did you call it?",
+    ),
     "a coroutine function": (lambda: ddpnb.launch(train_later), TypeError, "train_later is a coroutine function"),
     "too many arguments": (lambda: ddpnb.launch(train, 1, 2, 3), TypeError, "too many positional arguments"),
     "an unknown argument": (lambda: ddpnb.launch(train, epoch=1), TypeError, "did you mean 'epochs'?"),

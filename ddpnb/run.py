@@ -52,6 +52,14 @@ Watcher = Callable[["Run"], None]
 _STACKS_PATIENCE = 1.0
 """Seconds that ranks have to say where they stand."""
 
+_TOO_LATE = {
+    "save": "nothing is left to save",
+    "pause": "it cannot be paused any more",
+    "unpause": "it cannot be unpaused any more",
+    "set": "nothing can be set in it any more",
+}
+"""What a run that has ended says to whoever asks for something."""
+
 _LOOP_TURNS = 0.2
 """Seconds between turns of an event loop that waits for a run: ipykernel cancels an interrupted cell at the next one,
 and does not bring it about."""
@@ -597,7 +605,11 @@ class Run:
         if self._supervisor is None:
             raise RuntimeError(f"{self.name} runs in the kernel itself, which is busy with it: nobody can be asked")
         if self.done():
-            raise RuntimeError(f"{self.name} has ended: {summary.status(self._state)}")
+            status = summary.status(self._state)
+            over = "has finished" if status == "finished" else f"has ended ({status})"
+            raise RuntimeError(
+                f"{self.name} {over}: {_TOO_LATE[what]}. Launch it again; with run_dir= and resume=True it goes on."
+            )
         if on_this_node and len(self._state.ranks) < self.world_size:
             raise RuntimeError(f"run.{what}() does not reach the other nodes of {self.name} yet; run.stop() does")
         return self._supervisor

@@ -811,7 +811,7 @@ def test_save_asks_the_ranks(tmp_path: Path) -> None:
     run.save()
 
     assert {0: 1, 1: 1} == run.results()
-    with pytest.raises(RuntimeError, match="count_saves has ended: finished"):
+    with pytest.raises(RuntimeError, match="count_saves has finished: nothing is left to save"):
         run.save()
 
 

@@ -507,8 +507,12 @@ def test_a_run_that_has_ended_cannot_be_asked() -> None:
     run = launch(ddpnb.rank, num_ranks=1)
     run.wait(DEADLINE)
 
-    for ask in (run.pause, run.unpause, lambda: run.set(lr=0.1)):
-        with pytest.raises(RuntimeError, match="rank has ended: finished"):
+    for ask, refusal in (
+        (run.pause, "rank has finished: it cannot be paused any more. "),
+        (run.unpause, "rank has finished: it cannot be unpaused any more. "),
+        (lambda: run.set(lr=0.1), "rank has finished: nothing can be set in it any more. "),
+    ):
+        with pytest.raises(RuntimeError, match=refusal + "Launch it again; with run_dir= and resume=True it goes on"):
             ask()
 
 

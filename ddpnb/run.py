@@ -749,17 +749,20 @@ class _RecordedRun(Run):
     def wait(self, timeout: float | None = None) -> bool:
         return self.done()
 
-    def exception(self, timeout: float | None = None) -> Exception:
-        return self._error() or RuntimeError(
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        return None if self._state.status == "finished" else self._error() or self._without_value()
+
+    def result(self, timeout: float | None = None) -> NoReturn:
+        raise self._error() or self._without_value()
+
+    def results(self, timeout: float | None = None) -> NoReturn:
+        self.result()
+
+    def _without_value(self) -> RuntimeError:
+        return RuntimeError(
             f"{self.name} was opened from its folder, {words.path(self._state.folder or '')}: returned values are not "
             "kept there. Its model is in its checkpoints."
         )
-
-    def result(self, timeout: float | None = None) -> NoReturn:
-        raise self.exception()
-
-    def results(self, timeout: float | None = None) -> NoReturn:
-        raise self.exception()
 
     def add_done_callback(self, callback: Callable[[Run], object]) -> None:
         callback(self)

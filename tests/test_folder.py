@@ -489,6 +489,17 @@ def test_an_opened_run_has_no_value_and_nobody_to_ask(tmp_path: Path) -> None:
             ask()
 
 
+def test_an_opened_run_that_finished_failed_with_nothing(tmp_path: Path) -> None:
+    run = ended(tmp_path)
+    written(run, [Returned(time=1.0, rank=rank, value=b"") for rank in (0, 1)])
+
+    opened = ddpnb.open_run(run)
+
+    assert ("finished", None) == (opened.state.status, opened.exception())
+    with pytest.raises(RuntimeError, match="returned values are not kept there"):
+        opened.result()
+
+
 def test_an_opened_run_that_failed_says_who_is_to_blame(tmp_path: Path) -> None:
     run = ended(tmp_path)
     written(run, [*(Started(time=0.0, rank=rank, pid=1, device="cpu") for rank in (0, 1)), raised(1, "bad shape")])

@@ -689,9 +689,9 @@ class Run:
             return LaunchError(report.report(state))
         match state.status:
             case "killed":
-                return RunKilled(f"{self.name} was killed before it had a value")
+                return RunKilled(f"run {self.name!r} was killed before it had a value")
             case "stopped":
-                return RunStopped(f"{self.name} was stopped before it had a value: {_who_never_asked(state)}")
+                return RunStopped(f"run {self.name!r} was stopped before it had a value: {_who_never_asked(state)}")
         return None
 
     def _value(self, rank: int) -> Any:

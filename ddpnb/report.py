@@ -42,7 +42,9 @@ def hang(state: RunState) -> str:
     found = _standings(state)
     lines = [f"  rank {rank.rank}{_step(state, rank)}: {_stands(rank, stands)}" for rank, stands in found]
     lines += [f"  rank {rank.rank}: {doing(state, rank)}" for rank in state.ranks if _is_over(rank)]
-    return "\n\n".join([hang_headline(state), "\n".join(lines), *_advice(state, found), _WAIT_OR_END])
+    is_ending = state.ended is not None or state.asked is not None
+    choices = [] if is_ending else [_WAIT_OR_END]
+    return "\n\n".join([hang_headline(state), "\n".join(lines), *_advice(state, found), *choices])
 
 
 def hang_headline(state: RunState) -> str:

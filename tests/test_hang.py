@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ddpnb.messages import Exited, Halted, Hung, Returned, Stack
+from ddpnb.messages import Asked, Exited, Halted, Hung, Returned, Stack
 from ddpnb.report import hang, hang_headline
 from ddpnb.state import RunState, fold
 
@@ -305,6 +305,14 @@ def test_what_hung_can_be_read_after_it_was_ended() -> None:
         state = fold(state, killed)
 
     assert before == hang(state)
+
+
+def test_nobody_is_advised_to_end_what_is_ending() -> None:
+    state = hung(1, stack(0, ALL_REDUCE, ("cell", 7, "train")))
+
+    after = hang(fold(state, Asked(time=10.0, how="kill")))
+
+    assert (True, False) == ("run.kill()" in hang(state), "run.kill()" in after)
 
 
 def test_a_stopped_rank_is_last_seen_where_its_newest_stack_was() -> None:

@@ -389,6 +389,16 @@ def test_what_differs_from_then_is_said(tmp_path: Path) -> None:
     assert any("resumed on 3 ranks, saved by 2" in note for note in run.state.notes)
 
 
+def test_that_nothing_is_left_to_train_is_said(tmp_path: Path) -> None:
+    launcher(1, tmp_path)(train).result(100)
+
+    run = launcher(1, tmp_path, resume=True)(train)
+    run.result(100)
+
+    last = f"step {NUM_STEPS} was the last: nothing was left to train; raise epochs, or start without resume"
+    assert (last,) == run.state.notes
+
+
 # ---- what cannot be written
 
 

@@ -24,6 +24,7 @@ from .evaluation import Values, evaluate
 from .keeping import Keeper, Position, Training, habit
 from .membership import join
 from .precision import computes_in
+from .resuming import say
 from .saving import Mode
 from .shards import ShardSteps
 from .steering import Steering
@@ -355,8 +356,11 @@ class _Turns(Turns):
             self._keep(is_over)
         loop.epoch_done = False
         if is_over:
-            if self._resumed is not None:  # there was nothing left to do
+            if self._resumed is not None:
                 loop._keeper.put_back_before(self._resumed)
+                say(
+                    f"step {loop.step:,} was the last: nothing was left to train; raise epochs, or start without resume"
+                )
             next(self._epochs, None)
             raise StopIteration
         batch = self.hand_out(self.epoch or self._begin_epoch())

@@ -235,9 +235,9 @@ class Keeper:
             return  # whatever the ranks and their threads
         if found := changes({"threads": record["threads"]}, {"threads": now["threads"]}):
             say(f"resumed with other {found[0]}: the last bits of all sums may differ")
-        if record["world_size"] != self._world.world_size:
+        if record["world_size"] != (here := self._world.world_size):
             say(
-                f"resumed on {self._world.world_size} ranks, saved by {record['world_size']}: random numbers are drawn "
+                f"resumed on {here} rank{'s' * (here > 1)}, saved by {record['world_size']}: random numbers are drawn "
                 "anew, and sums are made in another order"
             )
 

@@ -47,7 +47,7 @@ def attach(run: Steerable, view: bool | None) -> None:
 
 
 def show(run: Steerable) -> None:
-    """Show a run under the current cell, once more or for the first time."""
+    """The live view again, under another cell; of a run that has ended its figure. What it printed: `run.output()`."""
     if not in_notebook_kernel():
         print_card(run)
     elif run.is_live and is_frontend_there():

@@ -153,7 +153,7 @@ def test_a_card_is_driven_by_keys_and_nothing_of_the_user_s_becomes_markup(lab: 
     command(page, "notebook:run-all-cells")
     wait_for_another_curve(page, "")
 
-    for tab, expected in (("Ranks", "in the function"), ("Output", "<img src=x"), ("Settings", "<img src=x")):
+    for tab, expected in (("Ranks", "samples/s"), ("Output", "<img src=x"), ("Settings", "<img src=x")):
         card(page).get_by_role("button", name=tab, exact=True).focus()
         page.keyboard.press("Enter")
         expect(card(page).get_by_role("tabpanel", name=tab.lower())).to_be_attached()

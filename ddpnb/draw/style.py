@@ -123,12 +123,6 @@ _SHOWN = "".join(
     ]
 )
 
-# In a grey that shows on light and on dark pages; JupyterLab's own is black on both.
-_ARROW = (
-    "url(\"data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 10 6'%3E"
-    "%3Cpath d='M1 1l4 4 4-4' fill='none' stroke='%23888' stroke-width='1.4'/%3E%3C/svg%3E\")"
-)
-
 _WIDGETS = "".join(
     [
         ".ddpnb .jupyter-button{width:auto;min-width:0;height:26px;line-height:24px;margin:0 0 0 8px;padding:0 13px;",
@@ -150,8 +144,6 @@ _WIDGETS = "".join(
         # Across both columns: or its width would be taken from the head.
         ".ddpnb>.ddpnb-chooser{grid-column:1/-1;grid-row:tabs;justify-self:end;z-index:1}",
         ".ddpnb .widget-dropdown{width:auto;margin:0 0 0 6px}",
-        ".ddpnb .widget-dropdown>select{background-image:" + _ARROW + ";background-size:10px;",
-        "background-repeat:no-repeat;background-position:right 5px center;padding-right:20px}",
         ".ddpnb .ddpnb-chooser .widget-dropdown>select{border:0;background-color:transparent;color:var(--ddpnb-soft);",
         "flex:none;width:auto;max-width:130px;height:26px;padding:0 20px 0 4px;font-size:13px}",
         ".ddpnb .ddpnb-chooser .widget-dropdown>select option{background:var(--ddpnb-page-now);color:var(--ddpnb-ink)}",

@@ -244,7 +244,7 @@ def corners(part: Sequence[Stroke]) -> list[tuple[float, float]]:
     points: list[tuple[float, float]] = []
     before = part[0].low
     for first, last, low, high, _ in part:
-        near, far = (low, high) if abs(before - low) <= abs(before - high) else (high, low)
+        near, far = (low, high) if before + before <= low + high else (high, low)
         points.append((first, near))
         if near != far:
             points.append((last, far))
@@ -362,7 +362,7 @@ def _line(rank: int, series: Series, limit: int, lens: Lens, origin: float | Non
         rank,
         whole,
         newest[1] if newest else float("nan"),
-        sum(bucket.num_bad for bucket in buckets),
+        sum([bucket.num_bad for bucket in buckets]),
         hidden=lens.log and any(bucket.minimum <= 0 for bucket in buckets),
         trend=tuple(_smoothed(means, lens.smoothing)) if lens.smoothing else (),
     )

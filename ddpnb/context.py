@@ -42,7 +42,7 @@ Item = TypeVar("Item")
 
 _MOST_STEPS = 1 << 63
 
-FLUSH_INTERVAL = 0.3
+FLUSH_INTERVAL = 0.4
 """Seconds between batches: a value shows within half a second even where a step takes minutes."""
 
 

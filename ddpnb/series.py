@@ -70,6 +70,8 @@ class Series:
         self._fill = 0  # points in the last bucket
         self.num_points = 0
         """Points ever added; more than `len()` once the limit was passed."""
+        self.num_recalled = 0
+        """How many of them an earlier run had logged, from whose checkpoint this one goes on."""
 
     def __len__(self) -> int:
         return len(self._columns[2])

@@ -394,6 +394,7 @@ def _before(recalled: Recalled, own: Series | None) -> Series:
     """A series with what was recalled, and then its own points, of which there are few when that comes."""
     longer = Series()
     longer.extend(recalled.steps, recalled.values, recalled.times)
+    longer.num_recalled = longer.num_points
     if own is not None:
         steps, values, times = own.columns()
         longer.extend(steps.tobytes(), values.tobytes(), times.tobytes())

@@ -32,7 +32,7 @@ _IDLE = 3
 _IDLE_SHARE = 0.02
 """Of a processor: what threads in the background use."""
 _FEW = 3
-"""Signs that make a rank one that gives signs: a value logged before the first step is none of a step."""
+"""Signs of one kind that make a rank one that gives signs: values logged before the first step are none of a step."""
 _NEWEST = 20  # intervals that the usual one is taken from
 _LOOK = 1.0
 """Most seconds between two looks; an idle kernel is woken for each."""
@@ -48,7 +48,7 @@ class _Pulse:
     since: float
     """Monotonic time of the last sign."""
     signs: tuple[int, ...] = ()
-    """What was counted then."""
+    """What was counted then, a number for each kind."""
     intervals: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST))
     """Seconds between looks that saw a sign: as long as a step, or as a look's interval."""
     longest: float = 0.0
@@ -61,15 +61,15 @@ class _Pulse:
 
     @property
     def gives_signs(self) -> bool:
-        return sum(self.signs) >= _FEW
+        return max(self.signs, default=0) >= _FEW
 
     def beat(self, signs: tuple[int, ...], now: float, was_halted: bool) -> None:
         silence = now - self.since
-        if sum(self.signs):
+        if any(self.signs):
             self.intervals.append(silence)
+        self.signs, self.since = signs, now
         if self.gives_signs and not was_halted:
             self.longest = max(self.longest, silence)
-        self.signs, self.since = signs, now
 
     def look_at_use(self, pid: int, now: float) -> None:
         used = process.seconds_used(pid)
@@ -164,8 +164,11 @@ class Watch:
             self._tell(Halted(rank=rank.rank, time=now, halted=is_halted))
 
     def _signs(self, state: RunState, rank: RankState, local_rank: int) -> tuple[int, ...]:
-        points = sum(ranks[rank.rank].num_points for ranks in state.history.values() if rank.rank in ranks)
-        return self._page.num_checks(local_rank), points, *(loop.done for loop in rank.progress)
+        curves = [ranks[rank.rank] for ranks in state.history.values() if rank.rank in ranks]
+        points = [curve.num_points - curve.num_recalled for curve in curves]
+        # Loops that go on from a checkpoint begin far along.
+        items = [] if state.resumed else [loop.done for loop in rank.progress]
+        return self._page.num_checks(local_rank), *points, *items
 
     def _silence(self, state: RunState, now: float) -> float | None:
         """Seconds since the last sign of the rank that is overdue for longest; None where none is."""

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from ddpnb.agreement import Page
-from ddpnb.messages import AnyMessage, Asked, Halted, Hung, Paused, Started, Steered, Unpaused, Woke
+from ddpnb.messages import AnyMessage, Asked, Halted, Hung, Paused, Recalled, Resumed, Started, Steered, Unpaused, Woke
 from ddpnb.state import RunState, fold
 from ddpnb.watch import Watch
 
@@ -24,6 +24,7 @@ class Watched:
         self.state: RunState = folded(2, own)
         self.told: list[AnyMessage] = []
         self.num_asked = 0
+        self.page = page
         self.watch = Watch(page, self.tell, self.ask)
         self._logged = [0, 0]
 
@@ -84,6 +85,36 @@ def test_steps_that_take_long_are_waited_for(run: Watched) -> None:
 
     assert [] == waited_for
     assert [("Hung", 282.0)] == run.hangs
+
+
+def test_the_first_steps_of_a_loop_may_take_long_however_much_is_logged_in_each(run: Watched) -> None:
+    for step, begin in enumerate(range(0, 120, 12)):
+        for rank in range(2):
+            run.page.check(rank)
+        run.look([begin])
+        for name in ("loss", "grad_norm", "samples/s", "lr"):  # which come a moment later
+            run.say(*(metrics(rank, name, [1.0], first_step=step) for rank in range(2)))
+        run.look(seconds(begin + 1, begin + 12))
+
+    assert [] == run.hangs
+
+
+def test_values_of_a_set_up_are_no_steps(run: Watched) -> None:
+    run.say(*(metrics(rank, name, [1.0]) for rank in range(2) for name in ("classes", "samples", "width", "depth")))
+    run.look(seconds(0, 25))
+
+    assert [] == run.hangs
+
+
+def test_what_a_resumed_run_has_from_before_is_no_sign_of_a_step(run: Watched) -> None:
+    run.say(Resumed(time=0.0, rank=0, path="runs/a/checkpoint", step=900, epoch=2))
+    for rank in range(2):
+        loss = metrics(rank, "loss", [1.0] * 900)
+        earlier = Recalled(time=0.0, rank=rank, name="loss", steps=loss.steps, values=loss.values, times=loss.times)
+        run.say(earlier, progress(rank, 0, 2, 5, "epoch"), progress(rank, 1, 100, 400, "step"))
+    run.look(seconds(0, 25))
+
+    assert [] == run.hangs
 
 
 def test_a_hang_is_over_once_all_make_steps_again(run: Watched) -> None:

@@ -1,6 +1,6 @@
 """Ask a rank where it stands, and put together what it writes.
 
-SIGUSR1 makes `faulthandler` write the stack into a pipe, from the signal handler itself: also where the rank is stuck
+A signal makes `faulthandler` write the stack into a pipe, from the signal handler itself: also where the rank is stuck
 in compiled code, with or without the interpreter's lock. A rank that waits for DataLoader workers has them asked as
 well, one after another, since they are forks of it and write into the same pipe.
 
@@ -10,7 +10,6 @@ Runs in: kernel
 from __future__ import annotations
 
 import os
-import signal
 
 from . import process, worker
 from .channel import OutputReader
@@ -64,10 +63,10 @@ class Dumps:
         while (dump := self._next_dump()) is not None:
             if is_of_worker(dump):
                 self._parts.append(dump)
-            else:
+            elif self._asked in (self._pid, None):
                 self._parts = [dump]
                 self._to_ask = process.children(self._pid)[:_MOST_WORKERS] if is_in_loader(dump) else []
-            self._ask_next()
+            self._ask_next()  # whoever else has answered is a child of the function's own
             news = "\n".join(self._parts)
         return news
 
@@ -88,9 +87,9 @@ class Dumps:
         self._asked = None
         while self._to_ask and self._asked is None:
             pid = self._to_ask.pop(0)
-            if process.catches(pid, signal.SIGUSR1) and not process.is_halted(pid):
+            if process.catches(pid, worker.STACK_SIGNAL) and not process.is_halted(pid):
                 try:
-                    os.kill(pid, signal.SIGUSR1)
+                    os.kill(pid, worker.STACK_SIGNAL)
                     self._asked = pid
                 except ProcessLookupError:
                     pass

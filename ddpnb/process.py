@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from signal import Signals
 
 _TICKS = os.sysconf("SC_CLK_TCK")  # of a processor's time, a second
 _STATE, _TIMES = 0, slice(11, 15)  # in /proc/PID/stat, behind the name: the letter; user, system, and those of children
@@ -43,7 +42,7 @@ def children(pid: int) -> list[int]:
     return sorted(found)
 
 
-def catches(pid: int, number: Signals) -> bool:
+def catches(pid: int, number: int) -> bool:
     """Whether the process handles this signal: where it does not, the signal would end it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()

@@ -335,7 +335,7 @@ class Run:
         before = {each.rank: each.stack for each in self._state.ranks}
 
         def all_answered() -> bool:
-            living = [each for each in self._state.ranks if each.pid is not None and each.exited is None]
+            living = [each for each in self._state.ranks if each.pid is not None and not each.has_reported]
             have_spoken = all(each.stack is not None and each.stack is not before[each.rank] for each in living)
             return self.done() or (have_spoken and supervisor.has_stacks)
 
@@ -343,7 +343,7 @@ class Run:
         with self._has_changed:
             self._has_changed.wait_for(all_answered, _STACKS_PATIENCE)
         state = self._state
-        stacks = {each.rank: each.stack for each in state.ranks if each.stack is not None}
+        stacks = {each.rank: each.stack for each in state.ranks if each.stack is not None and not each.has_reported}
         return Texts((rank, stack_text(stack, state.cells)) for rank, stack in stacks.items())
 
     def hang(self) -> Text | None:

@@ -42,6 +42,10 @@ from .world import World
 
 _PR_SET_PDEATHSIG = 1
 
+STACK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
+"""Makes a worker write its stack. One of those that nobody uses, where the system has such: a function may handle
+SIGUSR1 itself, by which a cluster says that a job's time is over."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Descriptors:
@@ -56,7 +60,7 @@ class Descriptors:
     output: int
     """Write end that becomes stdout and stderr."""
     stacks: int
-    """Write end for faulthandler's dump on SIGUSR1."""
+    """Write end for faulthandler's dump on `STACK_SIGNAL`."""
     lifeline: int
     """Read end of a pipe that nobody writes to and only the kernel holds: its end is the kernel's."""
     listener: int | None
@@ -275,7 +279,7 @@ def _redirect_output(output: int, stacks: int) -> None:
     sys.stdout = sys.__stdout__ = _writer(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _writer(2)  # type: ignore[misc]
     faulthandler.enable(2, all_threads=False)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False, chain=False)
 
 
 def _writer(descriptor: int) -> TextIOWrapper:

@@ -163,8 +163,9 @@ def test_a_loop_that_logs_without_end_shows_while_it_goes_on(kernel: Kernel) -> 
 def test_asking_for_stacks_never_ends_a_rank_that_took_the_signal_away(kernel: Kernel) -> None:
     seen = kernel.value("""
         import signal
+        from ddpnb.worker import STACK_SIGNAL
         def train():
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            signal.signal(STACK_SIGNAL, signal.SIG_DFL)
             print("here", flush=True)
             while not ddpnb.should_stop():
                 time.sleep(0.01)
@@ -177,6 +178,27 @@ def test_asking_for_stacks_never_ends_a_rank_that_took_the_signal_away(kernel: K
     """)
 
     assert ({}, "alive") == seen
+
+
+def test_asking_for_stacks_leaves_a_functions_own_handlers_alone(kernel: Kernel) -> None:
+    seen = kernel.value("""
+        import signal
+        def train():
+            called = []
+            for number in (signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(number, lambda number, frame: called.append(number))
+            print("here", flush=True)
+            while not ddpnb.should_stop():
+                time.sleep(0.01)
+            return called
+        run = two(train)
+        until(run, here)
+        stacks = run.stacks()
+        run.stop()
+        print((list(stacks), run.result()))
+    """)
+
+    assert ([0, 1], []) == seen
 
 
 def test_a_cached_function_of_a_cell_travels(kernel: Kernel) -> None:

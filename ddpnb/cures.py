@@ -50,7 +50,7 @@ _KNOWN = (
         "wrap(model, precision='bf16') and wrap(model, strategy='fsdp').",
     ),
     _known(
-        r"MemoryError|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory",
+        r"\bMemoryError\b|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory",
         "This machine's memory ran out, or more was asked for than it has.",
         _LESS_MEMORY,
     ),
@@ -65,7 +65,12 @@ _KNOWN = (
         "Build it from the same arguments everywhere: nothing in it may depend on the rank or on a rank's own data.",
     ),
     _known(
-        r"op\.preamble\.length <= op\.nbytes|ProcessGroup\w+::\w+: invalid tensor (size|type)",
+        r"ProcessGroup\w+::\w+: invalid tensor (size|type)",
+        "The tensors that this call was given differ in shape or dtype from each other.",
+        "A list has one tensor for each rank, all like the one that is sent; ddpnb.gather() takes values that differ.",
+    ),
+    _known(
+        r"op\.preamble\.length <= op\.nbytes",
         "Ranks met in a collective with tensors of different shape or dtype, or in two different collectives.",
         "Make the same calls on all ranks, in the same order, with the same shape and dtype; ddpnb.gather() takes "
         "values that differ. launch(…, env={'TORCH_DISTRIBUTED_DEBUG': 'DETAIL'}) names the first call that differs.",
@@ -98,7 +103,7 @@ _KNOWN = (
     ),
     _known(
         r"Timed out waiting \d+ms|Watchdog caught collective operation timeout",
-        "{absent} did not come to the collective in time.",
+        "{absent} in time.",
         "Every rank must make the same collective calls. One that is only slow needs launch(…, timeout=1800).",
     ),
     _known(
@@ -128,11 +133,20 @@ def likely_cause(state: RunState, failure: Failure) -> Cure | None:
 def _said(state: RunState, failure: Failure) -> str:
     match failure.witness:
         case Raised() as raised:
-            return f"{raised.type_name}\n{raised.text}\n{raised.traceback}"
+            # All exceptions of a chain, but no line of code: it may catch, or speak of, what has not happened.
+            lines = f"{raised.type_name}\n{raised.text}\n{raised.traceback}".splitlines()
+            return "\n".join(line for line in lines if not line.startswith(" "))
         case Exited() as exited:
-            return "\n".join(state.rank(exited.rank).output.lines(_OUTPUT_LINES))
+            return "\n".join(_last_words(state.rank(exited.rank).output.lines(_OUTPUT_LINES), exited.exitcode))
         case Lost() as lost:
             return lost.text
+
+
+def _last_words(lines: list[str], exitcode: int) -> list[str]:
+    """What a rank said of its own end; nothing where nobody said why, and its last lines may be of anything."""
+    if exitcode == -signal.SIGABRT:  # C++ code ends a process so, and prints for what error
+        return lines
+    return lines[-1:] if exitcode == 1 else []  # a traceback's last line
 
 
 def _left_early(failure: Failure, left: list[RankState]) -> Cure:
@@ -152,5 +166,7 @@ def _absent(state: RunState, failure: Failure) -> str:
         for rank, stands in others
         if stands.kind in ("busy", "loader", "halted") and not rank.raised
     ]
+    if not absent and all(rank.raised and rank.raised.is_echo for rank, _ in others):
+        return "The ranks waited for each other, each in a collective to which the others did not come"
     words = " and ".join(absent) or "another rank"
-    return words[0].upper() + words[1:]
+    return f"{words[0].upper()}{words[1:]} did not come to the collective"

@@ -42,6 +42,9 @@ from .world import World
 
 _PR_SET_PDEATHSIG = 1
 
+_DEATH_SHOWS = 0.1
+"""Seconds after which the system tells of a process whose connections it has closed."""
+
 STACK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 """Makes a worker write its stack. One of those that nobody uses, where the system has such: a function may handle
 SIGUSR1 itself, by which a cluster says that a job's time is over."""
@@ -183,7 +186,10 @@ class _Worker:
                 _join_threads()
                 atexit._run_exitfuncs()  # the function's own: a logger may have to upload
             except BaseException as error:
+                # A DataLoader whose worker died raises in whatever goes on at that moment: no longer, or this is lost.
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 self._refuse_grandchild(error)
+                _note_dead_children(error)
                 report = raised(error, self.rank, self.phase)
                 try:
                     until_reported.close()
@@ -226,6 +232,21 @@ class _Worker:
             os._exit(error.code or 0)
         traceback.print_exc()
         os._exit(1)
+
+
+def _note_dead_children(error: BaseException) -> None:
+    """Say of a lost connection that a DataLoader's worker has died, where one has: its signal may come later."""
+    torch = sys.modules.get("torch")
+    if not isinstance(error, OSError | EOFError) or torch is None:
+        return
+    deadline = time.monotonic() + _DEATH_SHOWS
+    while time.monotonic() < deadline:
+        try:
+            torch._C._error_if_any_worker_fails()
+        except RuntimeError as death:
+            error.add_note(str(death))
+            return
+        time.sleep(_DEATH_SHOWS / 20)
 
 
 def raised(error: BaseException, rank: int, phase: PhaseName) -> Raised:

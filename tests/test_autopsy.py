@@ -119,7 +119,7 @@ FAILURES = {
         def train():
             dist.all_gather([torch.ones(4), torch.ones(4)], torch.ones(4 + ddpnb.rank()))
         """,
-        "tensors of different shape or dtype",
+        "The tensors that this call was given differ",
         "ddpnb.gather() takes values that differ",
     ),
     "a port that is taken": (
@@ -172,6 +172,16 @@ FAILURES = {
         """,
         "Rank 1, which stood in Cell In[",
         "timeout=1800",
+    ),
+    "ranks in different collectives": (
+        """
+        two = ddpnb.Launcher(nproc_per_node=2, view=False, timeout=2)
+        def train():
+            dist.barrier() if ddpnb.rank() else dist.all_reduce(torch.ones(1))
+            time.sleep(600)
+        """,
+        "The ranks waited for each other",
+        "same collective calls",
     ),
     "a rank that returned early": (
         """
@@ -249,6 +259,60 @@ def test_what_only_a_gpu_says_is_known_as_well(said: str, cause: str, cure: str)
 
 def test_a_failure_of_ones_own_has_no_likely_cause() -> None:
     assert autopsy(folded(1, [raised(0, "bad batch")])).cure is None
+
+
+UNRELATED = {
+    "code that would catch it": """
+        def train():
+            try:
+                {}["lr"]
+            except (KeyError, MemoryError): raise ValueError("no lr")
+        """,
+    "a name that contains it": """
+        class SharedMemoryErrorCount(Exception): pass
+        def train():
+            raise SharedMemoryErrorCount("3")
+        """,
+    "code of a data set that speaks of it": """
+        class Data(torch.utils.data.Dataset):
+            def __len__(self): return 8
+            def __getitem__(self, index): raise ValueError("no sample")  # Address already in use, Can't pickle
+        def train():
+            list(torch.utils.data.DataLoader(Data(), num_workers=1))
+        """,
+    "a crash after an error that was caught": """
+        import ctypes
+        def train():
+            print("CUDA out of memory: half the batch", flush=True)
+            ctypes.string_at(0)
+        """,
+    "an end after an error that was caught": """
+        def train():
+            print("MemoryError: half the batch", flush=True)
+            os._exit(3)
+        """,
+}
+
+
+@pytest.mark.parametrize("kind", UNRELATED)
+def test_what_only_looks_like_a_known_failure_has_no_likely_cause(kernel: Kernel, kind: str) -> None:
+    kernel.run("two = ddpnb.Launcher(nproc_per_node=2, view=False)")
+    kernel.run(UNRELATED[kind])
+
+    text = kernel.run("print(two(train).exception())").text
+
+    assert text.startswith("rank ")
+    assert "Likely cause" not in text
+
+
+def test_an_aborted_rank_has_said_why() -> None:
+    said = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\nterminate called\n"
+    death = Exited(time=1.0, rank=0, exitcode=-6, ended_by_us=False, memory=None, oom_kills=None)
+
+    found = autopsy(folded(2, [Output(time=0.5, rank=0, text=said), death]))
+
+    assert found.cure is not None
+    assert "Another rank did not come to the collective in time." == found.cure.cause
 
 
 def test_memory_that_the_system_saw_run_out_is_no_guess() -> None:

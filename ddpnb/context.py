@@ -152,7 +152,8 @@ def should_stop() -> bool:
 
     All ranks get the same answer at the same call, so none is left waiting in a collective; call it equally often on
     every rank. Costs microseconds, no system call and no communication. It is also where `run.pause()` holds a rank,
-    and from where on what `run.set()` has changed is read.
+    and from where on what `run.set()` has changed is read. A process that the function forks, such as a DataLoader's
+    worker, hears False.
     """
     return _session.should_stop() if _session is not None else False
 
@@ -293,11 +294,10 @@ class Session:
         return present  # type: ignore[return-value]  # it keeps the type of the first default
 
     def _first_read(self, name: str, default: Setting) -> Setting:
-        default = checked(name, default)
-        if self._page is None:
-            return default
-        changes = list(self.settings.first_read(name, default))
+        changes = list(self.settings.first_read(name, checked(name, default)))
         value = self.settings.read[name]
+        if self._page is None:
+            return value
         if name not in self.settings.claimed:
             self._say(Offered(rank=self.place.rank, time=time.monotonic(), name=name, value=value))
             if not changes:
@@ -636,10 +636,14 @@ def peak_bytes() -> int:
 
 
 def _drop_session_in_child() -> None:
-    """A forked grandchild, a DataLoader worker say, inherits the session but not its thread: it must not speak."""
+    """A forked grandchild, a DataLoader worker say, inherits the session but not its thread: it must not speak.
+
+    Nor may it count as a check of its rank's what it asks: all ranks make equally many.
+    """
     global _record
     if _session is not None:
         _record = _session._send = _say_nothing
+        _session._page, _session._flushing = None, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_drop_session_in_child)

@@ -127,9 +127,10 @@ class Settings:
         """From now on have what is set of these names applied by the caller, who tells it; ValueError refuses it."""
         self.claimed, self._apply = dict(values), apply
 
-    def release(self) -> None:
-        """No more so."""
-        self.claimed, self._apply = {}, _nobody
+    def release(self, apply: Callable[[str, Setting], None]) -> None:
+        """No more so, unless somebody else has claimed them since."""
+        if self._apply is apply:
+            self.claimed, self._apply = {}, _nobody
 
     def values(self) -> dict[str, Setting]:
         """All that was set and not refused, to be kept in a checkpoint."""
@@ -151,11 +152,12 @@ class Settings:
 
     def _put(self, name: str, new: Set) -> Iterator[Change | str]:
         try:
+            value = fitted(new.value, self.read[name]) if name in self.read else new.value
             if name in self.claimed:
-                self._apply(name, new.value)
+                self._apply(name, value)
             if name in self.read:
-                before, self.read[name] = self.read[name], fitted(new.value, self.read[name])
-                yield Change(name, before, self.read[name])
+                before, self.read[name] = self.read[name], value
+                yield Change(name, before, value)
             elif name not in self.claimed:
                 self.unread[name] = None
         except ValueError as error:

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler as schedules
 
 import ddpnb
-from ddpnb.messages import Offered, Steered
+from ddpnb.messages import Offered, Setting, Steered
+from ddpnb.settings import Set, Settings, pack
 from ddpnb.state import RunState
 from ddpnb.train.steering import change
 from tests import resumable
@@ -176,6 +177,32 @@ def test_a_paused_run_ends_as_one_that_is_not(ended: list[ddpnb.Run], how: str) 
     assert not run.state.pausing
 
 
+def test_what_a_dataloaders_worker_asks_is_no_check_of_its_rank(ended: list[ddpnb.Run]) -> None:
+    class Ones(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            while not ddpnb.should_stop():
+                yield torch.ones(1)
+
+    def read() -> None:
+        for _ in torch.utils.data.DataLoader(Ones(), num_workers=1 + ddpnb.rank()):
+            ddpnb.log(loss=1.0)
+            if ddpnb.should_stop():
+                break
+            time.sleep(0.01)
+
+    run = launch(read)
+    ended.append(run)
+    until(run, lambda state: len(state.history.get("loss", ())) == 2)
+    run.pause()
+    until(run, is_paused)
+    num_values = [len(run.history.steps("loss", rank)) for rank in range(2)]
+    checks = [rank.paused.check for rank in run.state.ranks if rank.paused]
+    run.stop()
+
+    assert [checks[0]] * 2 == checks == num_values
+    assert run.results(DEADLINE)
+
+
 def test_a_rank_that_dies_in_a_pause_is_blamed(ended: list[ddpnb.Run]) -> None:
     run = launch(count)
     ended.append(run)
@@ -308,6 +335,31 @@ def test_a_name_that_nothing_reads_is_told_with_those_there_are(ended: list[ddpn
 
     assert ("nothing reads 'lrr': this run has lr, momentum, weight_decay",) == run.state.notes
     assert () == run.state.applied
+
+
+def test_a_value_of_a_loop_that_the_function_reads_too_is_refused_for_both() -> None:
+    settings, applied = Settings(), []
+    settings.claim({"lr": 1.0}, lambda name, value: applied.append(value))
+    list(settings.first_read("lr", 1))
+
+    said = list(settings.take(pack({"lr": Set(0.5, 1)})))
+
+    assert ["lr=0.5 is refused: it is of type int here, 1 now"] == said
+    assert [] == applied
+
+
+def test_a_loop_that_ends_late_leaves_the_next_ones_settings_alone() -> None:
+    settings, applied = Settings(), []
+
+    def apply_first(name: str, value: Setting) -> None:
+        raise AssertionError
+
+    settings.claim({"lr": 1.0}, apply_first)
+    settings.claim({"lr": 0.1}, lambda name, value: applied.append(value))
+    settings.release(apply_first)
+    list(settings.take(pack({"lr": Set(0.5, 1)})))
+
+    assert [0.5] == applied
 
 
 @pytest.mark.parametrize(

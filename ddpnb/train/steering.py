@@ -44,8 +44,9 @@ class Steering:
         """
         session = self._session
         if session is not None:
-            session.claim_settings(dict(_present(self._optimizer)), partial(self._apply, session, count))
-            weakref.finalize(turns, session.settings.release)
+            apply = partial(self._apply, session, count)
+            session.claim_settings(dict(_present(self._optimizer)), apply)
+            weakref.finalize(turns, session.settings.release, apply)
 
     def _apply(self, session: Session, count: Callable[[], int], name: str, value: Setting) -> None:
         """In a check, which never stands in the optimizer's step: the next one is made with it, on all ranks."""

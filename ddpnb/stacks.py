@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Literal
 
 from .state import RankState, RunState
@@ -26,7 +26,8 @@ _OURS = os.path.dirname(__file__)
 _LOADER = "torch/utils/data/"
 _COLLECTIVE = re.compile(r"torch/distributed/|torch/nn/parallel/distributed")
 _MOST_NAMED = 6  # ranks in a sentence
-_WRAPPERS = ("wrapper", "inner", "decorate_context")
+_MODULE = "torch/nn/modules/module.py"
+_WRAPPERS = ("wrapper", "inner", "decorate_context", "_wrapped_call_impl", "_call_impl")
 _LOADER_WORKER = "_worker_loop"
 _BACKWARD = "_engine_run_backward"
 _A_HANDLE = re.compile(r"\.wait\(")
@@ -101,7 +102,9 @@ def _standing(frames: list[Frame], cells: Mapping[str, str]) -> Standing:
 
 
 def _kind(frames: list[Frame], inner: list[Frame], source: str) -> Kind:
-    if any(_COLLECTIVE.search(frame.file) for frame in inner) or (inner and inner[0].name == _BACKWARD):
+    # A model within DDP computes by itself: what counts is what its innermost module does.
+    innermost = list(takewhile(lambda frame: not frame.file.endswith(_MODULE), inner))
+    if any(_COLLECTIVE.search(frame.file) for frame in innermost) or (inner and inner[0].name == _BACKWARD):
         return "waits"
     if any(_LOADER in frame.file for frame in frames):
         return "loader"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,36 @@ HANGS = {
         """,
         r"rank 1 in the DataLoader, Cell In\[\d+\], line 9; rank 0 waits in all_reduce\(\)",
         "time.sleep(600)",
+    ),
+    "a DataLoader worker that sleeps beside a pool of the function's own": (
+        """
+        class Numbers(torch.utils.data.Dataset):
+            def __len__(self): return 100
+            def __getitem__(self, index):
+                if index == 20:
+                    time.sleep(600)
+                return torch.ones(1)
+
+        def train():
+            pool = torch.multiprocessing.get_context("fork").Pool(2)
+            pool.map_async(time.sleep, [600, 600])
+            for batch in torch.utils.data.DataLoader(Numbers(), 2, num_workers=1):
+                ddpnb.log(loss=1.0)
+        """,
+        r"ranks 0, 1 in the DataLoader, Cell In\[\d+\], line 11",
+        "its DataLoader worker: Cell",
+    ),
+    "a model of torch's alone that computes for long": (
+        """
+        def train():
+            model = ddpnb.wrap(torch.nn.LSTM(64, 256, 4))
+            for step in range(1000):
+                ddpnb.log(step=step, loss=1.0)
+                length = 10**6 if ddpnb.rank() == 1 and step == 5 else 2
+                model(torch.ones(1, 1, 64).expand(length, 1, 64))[0].sum().backward()
+        """,
+        r"rank 1 at Cell In\[\d+\], line 6; rank 0 waits in backward\(\)",
+        "model(torch.ones(1, 1, 64)",
     ),
     "a data set that sleeps in a Loop": (
         """
@@ -201,6 +232,31 @@ def test_neither_slow_steps_nor_a_busy_function_without_steps_are_a_hang(kernel:
     """)
 
     assert ([None, None], False) == hung
+
+
+def test_the_last_checkpoint_may_take_long(kernel: Kernel, tmp_path: Path) -> None:
+    hung = kernel.value(f"""
+        def train(save=torch.save):
+            def save_slowly(*args, **kwargs):
+                until = time.monotonic() + 2
+                while time.monotonic() < until:
+                    pass
+                save(*args, **kwargs)
+            torch.save = save_slowly
+            model = ddpnb.wrap(torch.nn.Linear(1, 1))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for inputs in (loop := ddpnb.Loop(model, optimizer, ddpnb.loader(torch.ones(20, 1), 1), epochs=1)):
+                loop.update(model(inputs).sum())
+
+        hung = []
+        run = ddpnb.Launcher(nproc_per_node=2, view=False, run_dir={str(tmp_path)!r})(train)
+        run.hang_after = 0.5
+        run.watchers.append(lambda run: hung.append(run.state.hung))
+        run.result()
+        print((any(hung), run.state.saved.step))
+    """)
+
+    assert (False, 10) == hung
 
 
 def test_a_run_that_nobody_watches_never_hangs(kernel: Kernel) -> None:

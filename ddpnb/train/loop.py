@@ -352,6 +352,8 @@ class _Turns(Turns):
         loop = self._loop
         self.refuse_if_waiting()
         is_over = loop._has_stopped or self._num_epochs_done >= loop._epochs
+        if is_over:
+            next(self._epochs, None)  # before the last checkpoint is waited for: nobody takes that for a hang
         if self._has_begun and self.is_last:
             self._keep(is_over)
         loop.epoch_done = False
@@ -361,7 +363,6 @@ class _Turns(Turns):
                 say(
                     f"step {loop.step:,} was the last: nothing was left to train; raise epochs, or start without resume"
                 )
-            next(self._epochs, None)
             raise StopIteration
         batch = self.hand_out(self.epoch or self._begin_epoch())
         self._has_begun = True

@@ -223,8 +223,15 @@ def test_an_interrupted_wait_ends_a_paused_run(kernel: Kernel) -> None:
         run = two(count)
         run.pause()
         until(run, lambda run: run.state.status == "paused")
+
+        from contextlib import contextmanager
+        @contextmanager
+        def telling():
+            print("waiting", flush=True)
+            yield
+        run.around_waits.append(telling)
     """)
-    cell = kernel.start("print('waiting', flush=True); run.wait()")
+    cell = kernel.start("run.wait()")
     reply = kernel.wait(cell, on_stdout=lambda text: kernel.interrupt() if "waiting" in text else None)
 
     assert "KeyboardInterrupt" == reply.error

@@ -92,7 +92,7 @@ def fitted(value: Setting, like: Setting) -> Setting:
     wanted = type(like)
     if type(value) is wanted:
         return value
-    if wanted is not str and not isinstance(value, str | bool) and wanted(value) == value:
+    if wanted is not str and not isinstance(value, str | bool) and abs(value) <= _LARGEST and wanted(value) == value:
         return wanted(value)
     raise ValueError(f"it is of type {wanted.__name__} here, {like!r} now")
 

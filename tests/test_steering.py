@@ -371,7 +371,16 @@ def test_a_loop_that_ends_late_leaves_the_next_ones_settings_alone() -> None:
 
 @pytest.mark.parametrize(
     ("default", "value", "expected"),
-    [(1, 3.0, 3), (1, 2.5, None), (0.5, 2, 2.0), (False, 1, True), (False, 2, None), (0.5, True, None), ("a", 1, None)],
+    [
+        (1, 3.0, 3),
+        (1, 2.5, None),
+        (1, 1e300, None),
+        (0.5, 2, 2.0),
+        (False, 1, True),
+        (False, 2, None),
+        (0.5, True, None),
+        ("a", 1, None),
+    ],
 )
 def test_a_value_takes_the_defaults_type_or_is_refused(
     ended: list[ddpnb.Run], default: Any, value: Any, expected: Any

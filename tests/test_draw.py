@@ -83,6 +83,14 @@ def test_nested_loops_are_told_from_the_outside_in() -> None:
     assert summary.facts(state, 14.0) == ["epoch 2/5", "step 90/180", "100 steps/s", "0:14 elapsed", "0:32 left"]
 
 
+def test_a_run_that_hangs_has_no_speed_and_no_time_left() -> None:
+    loops = [progress(0, 0, 1, 5, "epoch"), progress(0, 1, 90, 180, "step")]
+    state = folded(1, [*loops, metrics(0, "loss", falling(100)), Hung(time=9.0, silence=12.0)])
+
+    assert ("no steps", "0:14 elapsed") == (summary.status(state), summary.facts(state, 14.0)[-1])
+    assert "/s" not in " ".join(summary.facts(state, 14.0))
+
+
 def test_a_loop_never_passes_its_end() -> None:
     state = folded(1, [progress(0, 0, 5, 5, "epoch"), progress(0, 1, 180, 180, "step")])
 

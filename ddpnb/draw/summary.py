@@ -49,6 +49,8 @@ def status(state: RunState) -> str:
         return "stopped early, value kept"
     if state.status == "interrupted":
         return "interrupted: its kernel ended"
+    if state.status == "running" and state.hung:
+        return "no steps"
     if state.status == "running" and state.pausing:
         return "pausing …"
     return state.status
@@ -92,6 +94,8 @@ def facts(state: RunState, now: float) -> list[str]:
         words.append(f"step {series.last[0]:,}")
     if state.ended is not None:
         return [*words, duration(elapsed(state, now))]
+    if state.hung is not None:  # no speed and no end: what was measured before is over
+        return [*words, f"{duration(elapsed(state, now))} elapsed"]
     speed = _speed(series, since=state.went_on) if series else None
     if speed:
         words.append(rate(speed, "step"))

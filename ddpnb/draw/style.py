@@ -120,6 +120,7 @@ _SHOWN = "".join(
         ".ddpnb:not(.is-live) .head{grid-column:1/-1}",
         ".ddpnb:not(.on-curves)>.ddpnb-chooser,.ddpnb:not(.on-output)>.ddpnb-tools.for-output,",
         ".ddpnb:not(.on-settings)>.ddpnb-tools.for-settings{display:none}",
+        ".ddpnb:has(>.ddpnb-live .empty)>.ddpnb-chooser{visibility:hidden}",  # nothing is logged
     ]
 )
 

@@ -36,6 +36,7 @@ from .words import NAME_LENGTH, NOTE_LENGTH, cut, number, tick, whole
 _STROKES = 300
 _NUM_NOTES = 3
 _FOOT_WIDTH = 130  # characters
+_HEAD_WIDTH = 120
 _NUM_PANELS = 3
 _INCHES = (7.6, 3.1)
 _DPI = 100  # at which a pixel of the figure is one of the page
@@ -148,10 +149,13 @@ def _head(drawn: Figure, state: RunState, now: float) -> None:
     failed = state.first_failure or state.problem
     kept = [] if state.resumed is None else [f"resumed from step {state.resumed.step:,}"]
     kept += [] if state.saved is None else [f"saved at step {state.saved.step:,}"]
-    words = " · ".join([summary.status(state), *summary.place(state), *kept, *summary.facts(state, now)])
+    status_is, facts = summary.status(state), summary.facts(state, now)
+    # What is said elsewhere too gives way first: the time must not be cut off.
+    rows = ([status_is, *said, *facts] for said in ([*summary.place(state), *kept], kept, []))
+    whole = [row for each in rows if len(row := " · ".join(each)) <= _HEAD_WIDTH] or [" · ".join([status_is, *facts])]
     name, status = _below_top(drawn, 0.08), _below_top(drawn, 0.3)
     drawn.text(0.012, name, cut(state.name, 60), size=10, weight="bold", color=_INK, va="top", parse_math=False)
-    drawn.text(0.012, status, cut(words, 120), size=7.5, color=_BAD if failed else _SOFT, va="top", parse_math=False)
+    drawn.text(0.012, status, cut(whole[0], _HEAD_WIDTH), size=7.5, color=_BAD if failed else _SOFT, va="top", parse_math=False)
 
 
 def _foot(state: RunState) -> list[str]:

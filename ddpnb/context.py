@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 _MOST_STEPS = 1 << 63
+_MOST_TURNS = 8
+"""Epochs told of in one flush, the newest: of shorter ones a view draws some only."""
 
 FLUSH_INTERVAL = 0.4
 """Seconds between batches: a value shows within half a second even where a step takes minutes."""
@@ -464,16 +466,18 @@ class Session:
         for depth, loop in enumerate(self.loops[:]):
             done = loop.done
             if done != loop.sent:
+                turns = loop.turns(done)
                 loop.sent = done
-                yield Progress(
-                    rank=self.place.rank,
-                    time=time.monotonic(),
-                    depth=depth,
-                    done=done,
-                    total=loop.total,
-                    description=loop.description,
-                    began=loop.began,
-                )
+                for before, began in [*turns, (done, loop.began)]:
+                    yield Progress(
+                        rank=self.place.rank,
+                        time=time.monotonic(),
+                        depth=depth,
+                        done=before,
+                        total=loop.total,
+                        description=loop.description,
+                        began=began,
+                    )
 
     def _unread(self) -> Iterator[Noted]:
         """What was set and nothing reads, once a whole step lies behind this rank: one may read after its check."""
@@ -497,6 +501,14 @@ class _Loop(Iterable[Item]):
         """What was last said of it; None: nothing."""
         self._iterable = iterable
         self._is_over = False
+        self._turns: deque[tuple[int, float]] = deque(maxlen=_MOST_TURNS)  # (items done, when the next began)
+
+    def turns(self, done: int) -> list[tuple[int, float]]:
+        """Epochs that have come and gone since the last flush: (those done before it, when it began), oldest first."""
+        found = []
+        while self._turns and self._turns[0][0] < done:
+            found.append(self._turns.popleft())
+        return [turn for turn in found if self.sent is None or turn[0] > self.sent]
 
     def __len__(self) -> int:
         if self.total is None:
@@ -510,12 +522,19 @@ class _Loop(Iterable[Item]):
             # Loops that are over stay until another takes their place: the view shows how they ended.
             session.loops = [*(loop for loop in session.loops if not loop._is_over), self]
         try:
-            for item in self._iterable:
+            for item in self._epochs() if self.description == "epoch" else self._iterable:
                 self.began = time.monotonic()
                 yield item
                 self.done += 1
         finally:
             self._is_over = True
+
+    def _epochs(self) -> Iterator[Item]:
+        """The items; of each is told where it began, however short it is."""
+        self._turns.clear()
+        for item in self._iterable:
+            self._turns.append((self.done, time.monotonic()))
+            yield item
 
 
 class _OnItsWay:

@@ -372,19 +372,19 @@ def _with_epoch(state: RunState, progress: Progress) -> RunState:
     epochs, number = state.epochs, progress.done + 1
     if epochs and epochs[-1].number >= number:
         return state
-    every = 1
-    while len(epochs) >= _MOST_EPOCHS:
-        every *= 10  # the round ones are kept, which a view marks
-        epochs = tuple(epoch for epoch in epochs if epoch.number % every == 0)
+    if state.resumed is not None and progress.done < state.resumed.epoch:  # a loop that goes on counts up to there
+        return state
+    if len(epochs) >= _MOST_EPOCHS:
+        epochs = epochs[::2]
     return replace(state, epochs=(*epochs, Epoch(number, _step_at(state, progress), progress.began)))
 
 
 def _step_at(state: RunState, progress: Progress) -> int:
-    """The first step that was logged since the item under way began; the one after the last where none was."""
+    """The first step that was logged since the item under way began; the next one where none was."""
     own = (ranks[progress.rank] for ranks in state.history.values() if progress.rank in ranks)
     busiest = max(own, key=lambda series: series.num_points, default=None)
     if busiest is None or progress.began is None:
-        return 0
+        return 0 if state.resumed is None else state.resumed.step
     steps, _, times = busiest.tail(_TAIL)
     place = bisect_left(times, progress.began)
     return steps[place] if place < len(steps) else steps[-1] + 1

@@ -281,6 +281,19 @@ def test_nested_loops_say_how_far_they_are(session: Session, listener: Listener)
     assert [(0, "epoch", 0, 2), (1, "step", 3, 3), (0, "epoch", 1, 2), (1, "step", 3, 3), (0, "epoch", 2, 2)] == told
 
 
+def test_of_short_epochs_each_is_told(session: Session, listener: Listener) -> None:
+    session.flush()  # and none comes between
+
+    with session._flushing:
+        for epoch in ddpnb.progress(range(4), "epoch"):
+            ddpnb.log(loss=float(epoch))
+    session.flush()
+
+    assert [(0, True), (1, True), (2, True), (3, True), (4, True)] == [
+        (message.done, message.began is not None) for message in listener.messages if isinstance(message, Progress)
+    ]
+
+
 def test_a_loop_without_a_length_and_one_that_is_left_early_work(session: Session, listener: Listener) -> None:
     for item in ddpnb.progress(iter(range(10)), "item"):
         if item == 4:

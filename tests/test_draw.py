@@ -448,6 +448,25 @@ def test_of_very_many_epochs_some_are_marked_and_not_all_kept() -> None:
     assert 2 <= len(looked_at(state, Lens()).marks) <= 24
 
 
+def test_epochs_are_marked_up_to_the_last_though_not_all_are_known() -> None:
+    logged = metrics(0, "loss", falling(600), seconds=1.0)
+    known = [1, 3, 4, 6, 9, 11, 13, *range(15, 60, 2)]
+    epochs = [replace(progress(0, 0, number - 1, 60, "epoch"), began=10.0 * number - 10) for number in known]
+
+    numbers = [int(mark.text.split()[1]) for mark in looked_at(folded(1, [logged, *epochs]), Lens()).marks]
+
+    assert [1, 6, 11, 15, 21, 25, 31, 35, 41, 45, 51, 55] == numbers
+
+
+def test_the_epoch_that_goes_on_begins_where_the_run_was_resumed() -> None:
+    resumed = Resumed(time=0.0, rank=0, path="/runs/x", step=200, epoch=18)
+    counted_up, epoch = (replace(progress(0, 0, done, 60, "epoch"), began=1.0) for done in (17, 18))
+
+    state = folded(1, [resumed, counted_up, epoch, metrics(0, "loss", [1.0] * 30, first_step=200)])
+
+    assert [(19, 200)] == [(epoch.number, epoch.step) for epoch in state.epochs]
+
+
 def test_a_changed_setting_is_marked_where_it_counts() -> None:
     applied = Applied(rank=0, time=30.0, name="lr", before=0.1, value=0.05, step=60)
     state = folded(1, [metrics(0, "loss", falling(100), seconds=0.5), applied])

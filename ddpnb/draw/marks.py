@@ -15,7 +15,7 @@ from ..state import Epoch, RunState
 from .words import cut, setting
 
 _MOST = 24
-"""More marks of a kind would be a fence: of epochs each second, fifth, tenth … is drawn, of changes the newest."""
+"""More of a kind would be a fence: of epochs about each second, fifth, tenth … is drawn, of changes the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,12 @@ def written(
 
 
 def _some(epochs: tuple[Epoch, ...]) -> list[Epoch]:
-    """All epochs, or those whose numbers are even, can be divided by five, by ten …"""
-    # By their numbers, not by how many they are: of very many only some are kept.
+    """All epochs, or the first known from each even number on, from each that can be divided by five, by ten …"""
+    # Not those numbers alone: of short epochs, and of very many, only some are known.
     span = epochs[-1].number - epochs[0].number + 1 if epochs else 0
     rounds = (factor * 10**power for power in count() for factor in (1, 2, 5))
-    every = next(every for every in rounds if span <= _MOST * every)
-    return [epoch for epoch in epochs if epoch.number % every == 0]
+    every = next(every for every in rounds if span <= (_MOST - 1) * every)
+    found: dict[int, Epoch] = {}
+    for epoch in epochs:
+        found.setdefault(epoch.number // every, epoch)
+    return list(found.values())

@@ -80,7 +80,7 @@ def test_nested_loops_are_told_from_the_outside_in() -> None:
     )
 
     assert summary.fraction(state) == pytest.approx(1.5 / 5)
-    assert summary.facts(state, 14.0) == ["epoch 2/5", "step 90/180", "100 steps/s", "0:14 elapsed", "0:32 left"]
+    assert summary.facts(state, 14.0) == ["epoch 2/5", "step 270/900", "100 steps/s", "0:14 elapsed", "0:32 left"]
 
 
 def test_a_run_that_hangs_has_no_speed_and_no_time_left() -> None:
@@ -95,7 +95,25 @@ def test_a_loop_never_passes_its_end() -> None:
     state = folded(1, [progress(0, 0, 5, 5, "epoch"), progress(0, 1, 180, 180, "step")])
 
     assert summary.fraction(state) == 1.0
-    assert summary.facts(state, 1.0)[:2] == ["epoch 5/5", "step 180/180"]
+    assert summary.facts(state, 1.0)[:2] == ["epoch 5/5", "step 900/900"]
+
+
+@pytest.mark.parametrize(("first", "last", "made"), [(0, 59, 60), (1, 60, 60), (60, 99, 100)])
+def test_steps_made_are_counted_as_a_checkpoint_does(first: int, last: int, made: int) -> None:
+    logged = metrics(0, "loss", falling(last - first + 1), first_step=first)
+
+    ended = folded(1, [logged, progress(0, 0, 5, 5, "epoch"), *finished(1)])
+
+    assert ["epoch 5/5", f"step {made}"] == summary.facts(ended, 36.0)[:2]
+
+
+def test_a_resumed_run_counts_the_steps_of_the_run_before() -> None:
+    resumed = Resumed(time=0.0, rank=0, path="/runs/x", step=60, epoch=2)
+    loops = [progress(0, 0, 2, 5, "epoch"), progress(0, 1, 10, 90, "step")]  # on fewer ranks than before
+
+    state = folded(1, [resumed, *loops, metrics(0, "loss", falling(10), first_step=60)])
+
+    assert ["epoch 3/5", "step 70"] == summary.facts(state, 1.0)[:2]
 
 
 def test_a_loop_without_a_length_has_no_bar() -> None:

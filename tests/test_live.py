@@ -794,7 +794,7 @@ def test_without_a_terminal_only_what_the_ranks_print_and_the_end_are_written(mo
     run.say(output(1, "hello\n"), metrics(0, "loss", [1.0]), *finished(2))
     assert views_end()
 
-    assert "[rank 1] hello\ntrain: finished · step 0 · 0:36 · loss 1.00\n" == log.getvalue()
+    assert "[rank 1] hello\ntrain: finished · step 1 · 0:36 · loss 1.00\n" == log.getvalue()
 
 
 def test_a_script_that_ends_right_after_waiting_has_seen_the_last_words(monkeypatch: pytest.MonkeyPatch) -> None:

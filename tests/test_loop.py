@@ -585,6 +585,7 @@ def test_a_run_that_is_stopped_ends_its_loop_at_the_same_step_and_keeps_its_valu
     first, second = run.results(60).values()
 
     assert 0 < first == second
+    assert (first - 1) // 10 == run.state.ranks[0].progress[0].done  # the epoch that was cut short is not counted
 
 
 def test_a_stop_during_an_evaluation_is_acknowledged_and_ends_the_loop_after_it() -> None:

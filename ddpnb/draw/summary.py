@@ -86,12 +86,12 @@ def fraction(state: RunState) -> float | None:
 
 
 def facts(state: RunState, now: float) -> list[str]:
-    """Progress, speed and time: ["epoch 2/5", "step 340/900", "86 steps/s", "0:14 elapsed", "0:22 left"]."""
+    """Progress, speed and time: ["epoch 2/5", "step 340/900", "86 steps/s", "0:14 elapsed", "0:22 left"].
+
+    Steps are those made in all epochs, as a checkpoint counts them.
+    """
     series = _busiest(state)
-    loops = state.ranks[0].progress
-    words = [_loop(loop, is_inner=loop is loops[-1]) for loop in loops]
-    if series and series.last and (not loops or (len(loops) == 1 and loops[0].description not in ("", "step"))):
-        words.append(f"step {series.last[0]:,}")
+    words = _loops(state, None if series is None else _num_made(series))
     if state.ended is not None:
         return [*words, duration(elapsed(state, now))]
     if state.hung is not None:  # no speed and no end: what was measured before is over
@@ -170,6 +170,29 @@ def _fraction(loops: tuple[Progress, ...]) -> float:
         return 0.0
     outer, inner = loops[0], loops[1:]
     return min(1.0, (outer.done + _fraction(inner)) / outer.total) if outer.total else 0.0
+
+
+def _loops(state: RunState, num_made: int | None) -> list[str]:
+    """How far rank 0's loops are, and how many steps it has made."""
+    loops = state.ranks[0].progress
+    words = [_loop(loop, is_inner=loop is loops[-1]) for loop in loops]
+    if [loop.description for loop in loops] == ["epoch", "step"]:
+        epochs, steps = loops
+        if num_made is not None and state.resumed is not None:  # steps may have been others: on more ranks, fewer
+            words[1:] = [f"step {num_made:,}"]
+        elif epochs.total and steps.total:
+            done = min(epochs.done, epochs.total - 1) * steps.total + steps.done
+            words[1:] = [f"step {done:,}/{epochs.total * steps.total:,}"]
+    elif num_made is not None and (not loops or (len(loops) == 1 and loops[0].description not in ("", "step"))):
+        words.append(f"step {num_made:,}")
+    return words
+
+
+def _num_made(series: Series) -> int | None:
+    """Steps made so far: numbers of steps begin with 0, unless the first that was logged is 1."""
+    if series.last is None:
+        return None
+    return series.last[0] + (0 if series.buckets[0].first_step == 1 else 1)
 
 
 def _loop(loop: Progress, *, is_inner: bool) -> str:

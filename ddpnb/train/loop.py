@@ -352,8 +352,10 @@ class _Turns(Turns):
         loop = self._loop
         self.refuse_if_waiting()
         is_over = loop._has_stopped or self._num_epochs_done >= loop._epochs
-        if is_over:
+        if self._num_epochs_done >= loop._epochs:
             next(self._epochs, None)  # before the last checkpoint is waited for: nobody takes that for a hang
+        elif is_over:
+            self._epochs = self._windows = iter(())  # let go of: an epoch that was cut short is not counted
         if self._has_begun and self.is_last:
             self._keep(is_over)
         loop.epoch_done = False

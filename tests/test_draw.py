@@ -495,6 +495,27 @@ def test_a_changed_setting_is_marked_where_it_counts() -> None:
     assert "lr 0.1 → 0.05" in [text.get_text() for text in figure(state).axes[0].texts]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_setting_keeps_its_value_up_to_the_next_and_the_last_up_to_the_end(num_ranks: int) -> None:
+    rates = [metrics(rank, "lr", [value], first_step=step) for rank in range(num_ranks) for step, value in
+             ((0, 0.3), (50, 0.1))]  # fmt: skip
+    state = folded(num_ranks, [*(metrics(rank, "loss", falling(100)) for rank in range(num_ranks)), *rates])
+
+    shown = curve(state, "lr", STROKES)
+
+    stairs = [(0, 0.3), (50, 0.3), (50, 0.1), (99, 0.1)]
+    assert stairs == [(place, pytest.approx(value)) for place, value in curves.corners(shown.lines[0].parts[0])]
+    assert (stairs if num_ranks > 1 else []) == [(place, pytest.approx(value)) for place, value in shown.mean]
+    assert ["loss", "lr"] == [axes.get_title(loc="left").split()[0] for axes in figure(state).axes]
+
+
+def test_a_setting_that_never_changed_has_no_panel_in_the_figure() -> None:
+    state = folded(1, [metrics(0, "loss", falling(100)), metrics(0, "lr", [0.1])])
+
+    assert ["loss"] == [axes.get_title(loc="left") for axes in figure(state).axes]
+    assert (0, 99) == curve(state, "lr", STROKES).span
+
+
 def test_marks_without_room_have_no_words() -> None:
     crowd = [Mark(float(place), "epoch 1", "epoch") for place in range(10)]
 

@@ -39,6 +39,9 @@ _NAME_LENGTH = 11
 """Characters of a name beside a line's end."""
 _SPLITS = frozenset(["train", "training", "val", "valid", "validation", "test", "eval", "evaluation", "dev"])
 
+_SETTINGS = frozenset(["lr", "learning_rate"])
+"""Names of settings, whether or not the run has offered them; the others are those that it has."""
+
 _HUGE = 1e100
 """Values are drawn no farther out than this, and as 0 within its inverse: differences must be doubles that can be
 divided."""
@@ -143,6 +146,8 @@ class Curve:
     """How it is drawn; not as it was asked for where that cannot be."""
     trouble: str | None = None
     """What the lens hides, in words."""
+    is_held: bool = False
+    """Between two points the value stays what it was: a setting, and no measurement."""
 
     @property
     def is_empty(self) -> bool:
@@ -200,9 +205,15 @@ def _curve(state: RunState, name: str, limit: int, lens: Lens) -> Curve:
     # A copy in one step: the folding thread may add a rank meanwhile.
     history = dict(state.history[name])
     origin = _origin(state, history.values()) if lens.by_time else None
+    is_held = _is_held(state, name)
+    lens = replace(lens, smoothing=0.0) if is_held else lens
     lines = tuple(_line(rank, history[rank], limit, lens, origin) for rank in sorted(history))
     drawn = [line for line in lines if line.parts]
     middle = _mean_line(drawn) if len(drawn) > 1 else ()
+    if is_held:
+        end = _end(state, origin)
+        lines = tuple(_stairs(line, end) for line in lines)
+        drawn, middle = [line for line in lines if line.parts], tuple(_stair_points(middle, end))
     shown = Curve(
         name,
         lines,
@@ -212,6 +223,7 @@ def _curve(state: RunState, name: str, limit: int, lens: Lens) -> Curve:
         companions=tuple(_companions(state, name, limit, lens, origin)) if drawn else (),
         lens=lens,
         trouble="values of 0 and below have no logarithm" if any(line.hidden for line in lines) else None,
+        is_held=is_held,
     )
     if shown.is_empty:
         return shown
@@ -366,6 +378,41 @@ def _line(rank: int, series: Series, limit: int, lens: Lens, origin: float | Non
         hidden=lens.log and any(bucket.minimum <= 0 for bucket in buckets),
         trend=tuple(_smoothed(means, lens.smoothing)) if lens.smoothing else (),
     )
+
+
+def _is_held(state: RunState, name: str) -> bool:
+    """Whether a name is that of a setting, which is logged only where it changes."""
+    return name in _SETTINGS or name in state.offered or any(change.name == name for change in state.applied)
+
+
+def _end(state: RunState, origin: float | None) -> float:
+    """Where the run is now: its last point of any name."""
+    every = [series.last for ranks in list(state.history.values()) for series in list(ranks.values())]
+    return max(float(last[0]) if origin is None else last[2] - origin for last in every if last)
+
+
+def _stairs(line: Line, end: float) -> Line:
+    """The line of a value that stays what it was up to the next, and after the last up to the run's end."""
+    parts = []
+    for part in line.parts:
+        stairs = [part[0]]
+        for stroke in part[1:]:
+            stairs += [_held(stairs[-1], stroke.first), stroke]
+        parts.append(tuple(stairs))
+    if parts and isfinite(line.newest) and line.end.last < end:
+        parts[-1] += (_held(line.end, end),)
+    return replace(line, parts=tuple(parts))
+
+
+def _held(stroke: Stroke, place: float) -> Stroke:
+    return Stroke(place, place, stroke.mean, stroke.mean, stroke.mean)
+
+
+def _stair_points(points: Points, end: float) -> Iterable[tuple[float, float]]:
+    for point, after in zip(points, [*(place for place, _ in points[1:]), end], strict=False):
+        yield point
+        if after > point[0]:
+            yield after, point[1]
 
 
 def _smoothed(parts: Iterable[Sequence[tuple[float, float]]], smoothing: float) -> Iterable[Points]:

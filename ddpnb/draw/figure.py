@@ -141,8 +141,13 @@ def _curves(state: RunState, lens: Lens) -> list[Curve]:
     drawn = [shown for name in names if not (shown := curve(state, name, _STROKES, lens)).is_empty]
     beside = {other.name for other in drawn[0].companions} if drawn else set()
     # A value logged once, such as a learning rate, needs no panel.
-    others = [shown for shown in drawn[1:] if shown.name not in beside and shown.span[0] < shown.span[1]]
+    others = [shown for shown in drawn[1:] if shown.name not in beside and _changes(shown)]
     return [*drawn[:1], *(replace(shown, companions=(), marks=()) for shown in others[:_NUM_PANELS])]
+
+
+def _changes(shown: Curve) -> bool:
+    low, high = shown.values if shown.is_held else shown.span
+    return low < high
 
 
 def _head(drawn: Figure, state: RunState, now: float) -> None:
@@ -155,7 +160,9 @@ def _head(drawn: Figure, state: RunState, now: float) -> None:
     whole = [row for each in rows if len(row := " · ".join(each)) <= _HEAD_WIDTH] or [" · ".join([status_is, *facts])]
     name, status = _below_top(drawn, 0.08), _below_top(drawn, 0.3)
     drawn.text(0.012, name, cut(state.name, 60), size=10, weight="bold", color=_INK, va="top", parse_math=False)
-    drawn.text(0.012, status, cut(whole[0], _HEAD_WIDTH), size=7.5, color=_BAD if failed else _SOFT, va="top", parse_math=False)
+    drawn.text(
+        0.012, status, cut(whole[0], _HEAD_WIDTH), size=7.5, color=_BAD if failed else _SOFT, va="top", parse_math=False
+    )
 
 
 def _foot(state: RunState) -> list[str]:

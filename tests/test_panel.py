@@ -667,6 +667,23 @@ def test_two_panels_and_three_runs_go_on_at_once(kernel: Kernel) -> None:
     assert "[0.1, 0.2, 0.3]" == reply.text
 
 
+def test_runs_one_after_the_other_leave_no_widgets_behind(kernel: Kernel) -> None:
+    reply = kernel.run("""
+        from ipywidgets import Widget
+        panel = ddpnb.Panel(lambda: None, nproc_per_node=1)
+        numbers = []
+        for _ in range(3):
+            panel._has_page = True
+            panel.start().result()
+            settled(panel)
+            numbers.append(len(Widget.get_manager_state()["state"]))
+        print(numbers[1] - numbers[0], numbers[2] - numbers[1])
+        panel.close()
+    """)
+
+    assert "0 0" == reply.text
+
+
 def test_a_closed_panel_still_has_its_run(kernel: Kernel) -> None:
     reply = kernel.run("""
         panel = ddpnb.Panel(train, nproc_per_node=1, steps=99)

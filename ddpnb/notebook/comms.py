@@ -52,3 +52,13 @@ def tree(widget: Any) -> Iterator[Any]:
     yield widget
     for child in getattr(widget, "children", ()):
         yield from tree(child)
+
+
+def close(widget: Any) -> None:
+    """Take a widget and all that are in it from the page and from the kernel; ipywidgets itself keeps their layouts
+    and styles, two for each, for ever.
+    """
+    for each in list(tree(widget)):
+        for part in (each, getattr(each, "layout", None), getattr(each, "style", None)):
+            if hasattr(part, "close"):
+                part.close()

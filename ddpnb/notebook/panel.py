@@ -25,7 +25,7 @@ from ..draw.lens import PLAIN
 from ..plan import BACKENDS, Options, Plan, StartMethod, check_call, make_plan, num_cores, num_gpus
 from ..run import Launcher, Run
 from . import choices, code
-from .comms import answering, tree
+from .comms import answering, close
 from .controls import Control
 from .final import Final
 from .form import Form
@@ -183,8 +183,7 @@ class Panel(widgets.VBox):
         """Take the panel from the page; a run goes on."""
         self._has_page = False
         for child in self.children:
-            for widget in tree(child):
-                widget.close()
+            close(child)
         super().close()  # type: ignore[no-untyped-call]
 
     # ---- shown
@@ -283,8 +282,8 @@ class Panel(widgets.VBox):
     def _put(self, card: Card) -> None:
         before, self._card = self._card, card
         self.children = (self._form.widget, card.widget)
-        for widget in tree(before.widget) if before else ():
-            widget.close()
+        if before is not None:
+            close(before.widget)
 
     # ---- inside: following
 

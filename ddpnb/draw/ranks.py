@@ -54,7 +54,7 @@ def _table(state: RunState, timed: tuple[RankPace, ...], *, is_whole: bool) -> s
     return (
         f'<div class="scroll"><table class="ranks{" whole" if is_whole else ""}" aria-label="ranks">'
         '<thead><tr><th scope="col">rank</th>'
-        f'<th scope="col">{_key(state, timed)}</th><th scope="col" class="figure">step</th>'
+        f'<th scope="col" class="bars">{_key(state, timed)}</th><th scope="col" class="figure">step</th>'
         f'<th scope="col" class="figure">samples/s</th><th scope="col" class="figure">memory</th>{more}'
         '<th scope="col"><span class="unseen">remarks</span></th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
@@ -66,7 +66,7 @@ def _key(state: RunState, timed: tuple[RankPace, ...]) -> str:
     if not timed:
         return "no step was timed yet"
     parts = [part for part in _PARTS if part != "wait" or any(pace.wait is not None for pace in timed)]
-    words = " ".join(f'<i class="key {part}"></i>{_PARTS[part]}' for part in parts)
+    words = " ".join(f'<span><i class="key {part}"></i>{_PARTS[part]}</span>' for part in parts)
     on_gpu = any((rank.device or "").startswith("cuda") for rank in state.ranks)
     return words + (" (waiting for others: CPU only)" if on_gpu and "wait" not in parts else "")
 

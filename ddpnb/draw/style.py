@@ -104,11 +104,12 @@ _DRAWN = "".join(
         ".ddpnb table.ranks .figure{text-align:right}",
         ".ddpnb table.ranks tbody tr:is(:nth-child(odd),:nth-child(even),:hover){background:none}",
         ".ddpnb .bars{width:60%}.ddpnb .whole .bars{width:36%}",
+        # In two lines if need be: or the key takes from the remarks what it needs in one, and they are cut off.
+        ".ddpnb table.ranks thead .bars{white-space:normal}.ddpnb .bars>span{white-space:nowrap;margin-right:9px}",
         ".ddpnb .split{display:flex;height:9px;border-radius:2px;overflow:hidden;background:var(--ddpnb-well)}",
         ".ddpnb .data{background:var(--ddpnb-data)}.ddpnb .compute{background:var(--ddpnb-compute)}",
         ".ddpnb .wait{background:var(--ddpnb-others)}",
-        ".ddpnb .key{display:inline-block;width:9px;height:9px;margin:0 5px 0 9px}",
-        ".ddpnb .key:first-child{margin-left:0}",
+        ".ddpnb .key{display:inline-block;width:9px;height:9px;margin-right:5px}",
         ".ddpnb .swatch{display:inline-block;width:10px;height:4px;margin-right:7px;vertical-align:middle}",
     ]
 )

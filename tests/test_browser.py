@@ -132,6 +132,36 @@ def test_a_reloaded_page_shows_the_run_live_again(lab: Lab) -> None:
     page.close()
 
 
+CUT_OFF = """() => {
+    const card = document.querySelector('.widget-vbox.ddpnb'), head = card.querySelector('.head');
+    const within = part => part.getBoundingClientRect().right <= card.getBoundingClientRect().right;
+    const parts = [...card.querySelectorAll('button, select')].filter(part => part.offsetParent);
+    const tabs = [...card.querySelectorAll('.ddpnb-tabs button')];
+    const rows = new Set(tabs.map(tab => tab.getBoundingClientRect().top));
+    return [head.scrollWidth > head.clientWidth, parts.filter(part => !within(part)).length, rows.size];
+}"""
+"""Whether words of the head are cut off, how many buttons and selectors are, and in how many rows the tabs stand."""
+
+
+@pytest.mark.parametrize("width", [1100, 640])
+def test_nothing_of_a_card_is_cut_off_on_a_wide_page_nor_on_a_narrow_one(lab: Lab, width: int) -> None:
+    path = lab.write(f"width_{width}.ipynb", SLOW, "run = ddpnb.launch(train, 10_000, nproc_per_node=2)", "run.stop()")
+    page = lab.open(path.name)
+    for _ in range(2):
+        command(page, "notebook:run-cell-and-select-next")
+    wait_for_another_curve(page, "")
+
+    page.set_viewport_size({"width": width, "height": 1000})
+    wait_for_another_curve(page, curve(page))
+    found = page.evaluate(CUT_OFF)
+    picture(page, f"width_{width}")
+    command(page, "notebook:run-cell-and-select-next")
+    expect(page.locator(".ddpnb")).to_have_count(0, timeout=20_000)
+    page.close()
+
+    assert [False, 0, 1] == found
+
+
 HOSTILE = """
 EVIL = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 1</script>"
 

@@ -59,6 +59,7 @@ def close(widget: Any) -> None:
     and styles, two for each, for ever.
     """
     for each in list(tree(widget)):
-        for part in (each, getattr(each, "layout", None), getattr(each, "style", None)):
+        parts: list[Any] = [each, getattr(each, "layout", None), getattr(each, "style", None)]
+        for part in parts:
             if hasattr(part, "close"):
                 part.close()

@@ -101,8 +101,10 @@ def setup(rank, world_size):
 
 
 @pytest.fixture(scope="module")
-def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tmp")
+def temporary_folder() -> Iterator[Path]:
+    # Not pytest's own, whose path is too long for sockets where several processes run the tests.
+    with tempfile.TemporaryDirectory(prefix="ddpnb-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")

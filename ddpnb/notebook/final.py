@@ -108,10 +108,8 @@ class Final:
     def _publish(self) -> None:
         from IPython.display import update_display
 
-        from ..draw.figure import (
-            display_metadata,
-            png,
-        )  # matplotlib takes half a second to import: no launch waits for it
+        # matplotlib takes half a second to import: no launch waits for it.
+        from ..draw.figure import display_metadata, png
 
         state = self._run.state
         picture = png(state, lens=self._lens())
